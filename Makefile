@@ -1,0 +1,28 @@
+# Every target sets up what it needs in .venv; running it again costs nothing.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test lint bench clean
+
+demo: $(INSTALLED) ## train on the built-in digits, adapt under shifts, write demo/index.html
+	$(BIN)/testtime demo --out demo
+
+test: lint ## everything that must hold: style, types, tests
+	$(BIN)/python -m pytest -n 2
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(INSTALLED) ## the quick form of every benchmark
+	for script in benchmarks/*.py; do $(BIN)/python $$script --quick || exit 1; done
+
+clean:
+	rm -rf .venv demo dist build .pytest_cache .ruff_cache .hypothesis
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,report,dev]'
+	touch $@

@@ -1,0 +1,1 @@
+"""Test-Time Training for PyTorch."""

@@ -1,0 +1,110 @@
+"""Stateless randomness: a number is a function of what it is for, not of what was drawn before it.
+
+Every draw in testtime is a hash of (seed, sample number, step, copy, purpose). There is no generator to advance, so an
+image's augmentations are the same alone or in a batch, on CPU or GPU, in one process or in sixteen, before or after a
+resume. `Draws` holds one 64-bit key for each thing that needs numbers; `fold` derives new keys from it, and `integers`,
+`uniform` and `normal` read numbers off.
+
+    draws = Draws.of(seed=0, samples=torch.arange(8))     # one key for each image
+    draws = draws.fold(step).copies(32)                   # (8, 32): one for each augmented copy
+    left = draws.purpose("crop").integers(9)              # (8, 32), in 0..8
+
+The hash is SplitMix64 (Steele, Lea & Flood 2014): a counter times the golden ratio, then Stafford's 13th finaliser.
+Integers and uniforms are bit-identical on every device; normals go through log and cosine and agree up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def _signed(value: int) -> int:
+    """The two's-complement int64 of an unsigned 64-bit number (torch has no shifts on uint64)."""
+    value &= 0xFFFFFFFFFFFFFFFF
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)
+_LOW31 = (1 << 31) - 1
+
+
+def _xor_shift(state: Tensor, bits: int) -> Tensor:
+    # torch shifts int64 arithmetically; the mask makes it the logical shift that the hash is defined with.
+    return state ^ ((state >> bits) & ((1 << (64 - bits)) - 1))
+
+
+def _mix(state: Tensor) -> Tensor:
+    """Scramble int64 numbers one to one, so that neighbouring inputs give unrelated outputs."""
+    state = _xor_shift(state, 30) * _FIRST
+    state = _xor_shift(state, 27) * _SECOND
+    return _xor_shift(state, 31)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """A tensor of independent random streams, one for each key.
+
+    Attributes:
+        keys: int64 of any shape; every number drawn gets that shape first.
+    """
+
+    keys: Tensor
+
+    @staticmethod
+    def of(seed: int, samples: Tensor) -> Draws:
+        """The streams of the given sample numbers under a seed.
+
+        Args:
+            seed: Any integer; only its low 64 bits count.
+            samples: Integer tensor of any shape; its device is where numbers are drawn.
+        """
+        return Draws(_mix(samples.to(torch.int64) * _GOLDEN + _signed(seed * 0x2545F4914F6CDD1D + 1)))
+
+    def fold(self, number: int | Tensor) -> Draws:
+        """New streams that also depend on `number` (a step, a copy); a tensor broadcasts against the keys."""
+        if isinstance(number, int):
+            number = torch.full((), _signed(number), dtype=torch.int64, device=self.keys.device)
+        return Draws(_mix(self.keys + _mix((number.to(torch.int64) + 1) * _GOLDEN)))
+
+    def purpose(self, name: str) -> Draws:
+        """New streams for one named use, so that no two uses of a key share numbers."""
+        return self.fold(zlib.crc32(name.encode()) + (1 << 40))
+
+    def copies(self, count: int) -> Draws:
+        """One stream for each of `count` copies; keys gain a last axis of that length."""
+        return Draws(self.keys.unsqueeze(-1)).fold(torch.arange(count, device=self.keys.device))
+
+    def flatten(self) -> Draws:
+        """The same streams in one axis."""
+        return Draws(self.keys.flatten())
+
+    def _bits(self, *shape: int) -> Tensor:
+        """64 random bits for each element, `(*keys.shape, *shape)`."""
+        count = math.prod(shape)
+        counter = torch.arange(1, count + 1, device=self.keys.device) * _GOLDEN
+        return _mix(self.keys.unsqueeze(-1) + counter).view(*self.keys.shape, *shape)
+
+    def integers(self, high: int | Tensor, *shape: int) -> Tensor:
+        """Integers in 0..high-1, int64 `(*keys.shape, *shape)`; `high` at most 2³¹, a tensor broadcasts."""
+        return (((self._bits(*shape) >> 33) & _LOW31) * high) >> 31
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Numbers in [0, 1) on a grid of 2⁻²⁴, float32 `(*keys.shape, *shape)`."""
+        return ((self._bits(*shape) >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+
+    def normal(self, *shape: int) -> Tensor:
+        """Standard normal numbers, float32 `(*keys.shape, *shape)`, by Box and Muller's transform."""
+        count = math.prod(shape)
+        bits = self._bits((count + 1) // 2)  # both numbers of a pair come from one hash
+        radius = (((bits >> 40) & 0xFFFFFF).to(torch.float32) + 0.5) * 2.0**-24
+        radius = radius.log_().mul_(-2).sqrt_()
+        angle = ((bits >> 8) & 0xFFFFFF).to(torch.float32) * (2 * math.pi * 2.0**-24)
+        pairs = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1)
+        return pairs.flatten(-2)[..., :count].reshape(*self.keys.shape, *shape)
