@@ -1,0 +1,632 @@
+"""Test-Time Training: learn from each unlabelled image, then predict (paper, section 2).
+
+The method is four functions, read from top to bottom:
+
+    make_views   augmented copies of the image, each turned by the self-supervised task, with the turn as target
+    learn        one gradient step on the task's loss of those views
+    look         what the network says of the plain image: class logits, the task's loss and confidence
+    episode      look, learn for some steps, look again; undo what went wrong
+
+They work on a `Learner`: S copies of the network with an image (or a batch of images) for each, so that many episodes
+run side by side; with S = 1 it is the plain method. The adapters wrap them, alike in use and told apart by what they
+remember:
+
+    Fixed     nothing is learned: the network as it is
+    Episodic  every image is its own episode and is forgotten afterwards (the paper's standard version)
+    Online    images are a stream: one update each, in the order given, and the state lives on
+    Streams   S such streams, stepped together
+
+An image is predicted after the update it caused. No adapter ever sees a label or changes the network it was given.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from testtime import augment as augmentations
+from testtime import tasks
+from testtime.augment import Augment
+from testtime.networks.replicas import Part, Replicas
+from testtime.networks.ynet import YNet
+from testtime.randomness import Draws
+from testtime.storage import whole_file
+from testtime.tasks import Task
+
+log = logging.getLogger(__name__)
+
+Update = Literal["encoder", "encoder+ssl"]
+Share = Literal["image", "batch"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What an adapter answers for N images. No tensor holds a graph.
+
+    Attributes:
+        logits: Class logits after adaptation, `(N, K)`.
+        logits_before: Class logits of the same network before this adaptation, `(N, K)`.
+        loss_before: The task's loss on the image before adaptation, `(N,)`.
+        loss_after: The task's loss on the image after adaptation, `(N,)`.
+        confidence: The task's confidence in the plain image before adaptation, in [0, 1], `(N,)`.
+        adapted: Whether the answer comes from a network that learned from the image, bool `(N,)`.
+        rolled_back: Whether the guard undid what was learned, bool `(N,)`.
+    """
+
+    logits: Tensor
+    logits_before: Tensor
+    loss_before: Tensor
+    loss_after: Tensor
+    confidence: Tensor
+    adapted: Tensor
+    rolled_back: Tensor
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    @property
+    def classes(self) -> Tensor:
+        """The predicted classes, `(N,)`."""
+        return self.logits.argmax(-1)
+
+    @staticmethod
+    def join(parts: list[Prediction]) -> Prediction:
+        """One prediction for the images of several, in their order."""
+        return Prediction(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Prediction)))
+
+    def __getitem__(self, index: Any) -> Prediction:
+        return Prediction(*(getattr(self, f.name)[index] for f in fields(Prediction)))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an adapter learns. The defaults are the paper's for CIFAR-10.
+
+    Attributes:
+        steps: Gradient steps on each image, each on fresh views; 0 adapts nothing.
+        lr: Learning rate.
+        copies: Augmented copies of the image in each step.
+        threshold: Adapt only where the task's confidence in the plain image is below this; 1 adapts always.
+        update: What learns: "encoder+ssl" (as the authors' program) or "encoder" alone (as the paper writes).
+        share: "image": every image learns for itself. "batch": the images of one call share their updates.
+        optimizer: Any `torch.optim` class, or a callable `(parameters, lr=lr)` that makes one.
+        seed: Seed of the augmentations.
+        guard: Undo an update after which the task's loss on the image is not finite, or has risen by more than this.
+        task: The self-supervised task; None takes the one the network was trained with.
+        augment: What makes the copies; None takes the network's training augmentation.
+    """
+
+    steps: int
+    lr: float = 0.001
+    copies: int = 32
+    threshold: float = 1.0
+    update: Update = "encoder+ssl"
+    share: Share = "image"
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+    seed: int = 0
+    guard: float = 3.0
+    task: Task | None = None
+    augment: Augment | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ValueError(f"`steps` must be at least 0, got {self.steps}.")
+        if self.copies < 1:
+            raise ValueError(f"`copies` must be at least 1, got {self.copies}.")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ValueError(f"`lr` must be positive, got {self.lr}.")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"`threshold` must lie in [0, 1], got {self.threshold}.")
+        if not self.guard > 0:
+            raise ValueError(f"`guard` must be positive (infinity allows any finite rise), got {self.guard}.")
+        for name, choices in (("update", get_args(Update)), ("share", get_args(Share))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
+
+    def describe(self) -> dict[str, Any]:
+        """The settings as plain text and numbers, for records and for telling two apart."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain["optimizer"] = getattr(self.optimizer, "__qualname__", repr(self.optimizer))
+        plain["task"], plain["augment"] = repr(self.task), repr(self.augment)
+        return plain
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The method
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def make_views(images: Tensor, draws: Draws, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Views to learn from and their targets.
+
+    Args:
+        images: `(S, B, C, H, W)`: B images for each of S replicas.
+        draws: Keys `(S, B)`.
+        settings: Number of copies, augmentation and task.
+
+    Returns:
+        Views `(S, M, C, h, w)` and targets `(S, M)`, where M is B times copies times the task's views of a copy.
+    """
+    assert settings.augment is not None and settings.task is not None
+    keys = draws.flatten().copies(settings.copies)  # (S·B, copies)
+    copies = settings.augment(images.flatten(0, 1), keys)  # (S·B, copies, C, h, w)
+    views, targets = settings.task.views(copies.flatten(0, 1), keys.flatten())
+    return views.view(len(images), -1, *views.shape[1:]), targets.view(len(images), -1)
+
+
+def learn(learner: Learner, images: Tensor, draws: Draws, weights: Tensor) -> None:
+    """One step of the optimizer on the task's loss; the replicas' losses are added, so none feels another.
+
+    Args:
+        learner: S replicas and their optimizer.
+        images: `(S, B, C, H, W)`.
+        draws: Keys `(S, B)` of this step.
+        weights: How much each image counts within its replica, `(S, B)`.
+    """
+    views, targets = make_views(images, draws, learner.settings)
+
+    def loss() -> Tensor:
+        learner.optimizer.zero_grad()
+        outputs = learner.replicas.self_supervise(views)  # (S, M, outputs)
+        losses = learner.task.loss(outputs.flatten(0, 1), targets.flatten()).view(*weights.shape, -1)
+        total = (losses.mean(-1) * weights).sum()
+        total.backward()
+        return total.detach()
+
+    learner.replicas.train_norms(True)
+    with torch.enable_grad():
+        learner.optimizer.step(loss)  # type: ignore[arg-type]  # torch types the closure as returning a float
+    learner.replicas.train_norms(False)
+
+
+@torch.no_grad()
+def look(replicas: Replicas, images: Tensor, task: Task) -> tuple[Tensor, Tensor, Tensor]:
+    """What the replicas, as they are, say of plain images.
+
+    Args:
+        replicas: S replicas.
+        images: `(S, B, C, H, W)`.
+        task: The self-supervised task.
+
+    Returns:
+        Class logits `(S, B, K)`, the task's loss `(S, B)`, and its confidence in the plain image `(S, B)`.
+    """
+    shape = images.shape[:2]
+    views, targets = task.probe(images.flatten(0, 1))
+    views = views.view(shape[0], -1, *views.shape[1:])  # (S, B·V, C, h, w)
+    features = replicas.encode(views)
+    losses = task.loss(replicas.supervise(features).flatten(0, 1), targets).view(*shape, -1)  # (S, B, V)
+    if views.shape[-2:] == images.shape[-2:]:
+        plain = features[:, :: losses.shape[-1]]  # the plain image is its own first view: no need to encode it again
+    else:
+        plain = replicas.encode(images)
+    return replicas.classify(plain).float(), losses.mean(-1), torch.exp(-losses[..., 0])
+
+
+@torch.no_grad()
+def episode(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -> Prediction:
+    """Look, learn, look again; undo what was not wanted or went wrong.
+
+    The computation is the same whatever the numbers: a replica that the gate or the guard stops is put back afterwards,
+    its neighbours go on undisturbed.
+
+    Args:
+        learner: S replicas and their optimizer; the replicas keep what they learn.
+        images: `(S, B, C, H, W)`.
+        samples: The images' numbers, `(S, B)`.
+        active: Which replicas may change at all, bool `(S,)`.
+
+    Returns:
+        The answers, every tensor `(S, B, ...)`.
+    """
+    settings, replicas = learner.settings, learner.replicas
+    draws = Draws.of(settings.seed, samples)
+    logits_before, loss_before, confidence = look(replicas, images, learner.task)
+    wanted = active[:, None] & gate(confidence, settings.threshold)  # (S, B)
+    weights = wanted.float() / wanted.sum(1, keepdim=True).clamp(min=1)
+    good = learner.snapshot()
+    for step in range(settings.steps):
+        learn(learner, images, draws.fold(step), weights)
+    logits, loss_after, _ = look(replicas, images, learner.task)
+    learned = wanted.any(1) & (settings.steps > 0)
+    risen = torch.where(wanted, loss_after - loss_before, 0).sum(1) / wanted.sum(1).clamp(min=1)
+    sound = (risen <= settings.guard) & replicas.finite()  # a loss that is not a number compares false
+    kept = (learned & sound)[:, None].expand_as(wanted)
+    learner.restore(good, ~kept[:, 0])
+    return Prediction(
+        logits=torch.where(kept[..., None], logits, logits_before),
+        logits_before=logits_before,
+        loss_before=loss_before,
+        loss_after=torch.where(kept, loss_after, loss_before),
+        confidence=confidence,
+        adapted=kept.clone(),
+        rolled_back=(learned & ~sound)[:, None].expand_as(wanted).clone(),
+    )
+
+
+def gate(confidence: Tensor, threshold: float) -> Tensor:
+    """Which images to learn from: those whose task the network is not already sure of, bool; at 1 all of them."""
+    return ~(confidence >= threshold) if threshold < 1 else torch.ones_like(confidence, dtype=torch.bool)
+
+
+class Learner:
+    """S replicas, the optimizer that moves them, and the settings they learn with.
+
+    Args:
+        net: The network they start from.
+        count: S.
+        settings: How they learn; task and augmentation must be set.
+        shape: (C, H, W) of the images to come.
+    """
+
+    def __init__(self, net: YNet, count: int, settings: Settings, shape: tuple[int, ...]) -> None:
+        assert settings.task is not None
+        self.settings, self.task = settings, settings.task
+        self.parts: tuple[Part, ...] = ("encoder", "ssl") if settings.update == "encoder+ssl" else ("encoder",)
+        device = next(net.parameters()).device
+        # Any image does for trying out the replicas, but not a blank one.
+        example = Draws.of(0, torch.arange(2, device=device)).uniform(*shape)
+        self.replicas = Replicas(net, count, self.parts, example)
+        self.optimizer = self._fresh()
+
+    def _fresh(self) -> torch.optim.Optimizer:
+        parameters = self.replicas.parameters(self.parts)
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        return self.settings.optimizer(list(parameters.values()), lr=self.settings.lr)
+
+    def reset(self) -> None:
+        """Back to the network as it was given, with a fresh optimizer."""
+        self.replicas.reset()
+        self.optimizer = self._fresh()
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of everything that learning changes, by name."""
+        state = self.replicas.snapshot()
+        for name, tensor in self._memory().items():
+            state[name] = tensor.detach().clone()
+        return state
+
+    @torch.no_grad()
+    def restore(self, snapshot: Mapping[str, Tensor], rows: Tensor) -> None:
+        """Put the replicas where `rows`, bool `(S,)`, is true back to a snapshot, their optimizer's memory as well."""
+        self.replicas.restore(snapshot, rows)
+        for name, tensor in self._memory().items():
+            # What the optimizer had not yet made when the snapshot was taken starts from zero.
+            old = snapshot.get(name, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+            mask = rows.view(-1, *[1] * (tensor.dim() - 1)) if tensor.dim() else rows.all()
+            tensor.copy_(torch.where(mask, old, tensor))
+
+    @torch.no_grad()
+    def load(self, snapshot: Mapping[str, Tensor]) -> None:
+        """Continue from a snapshot that another learner of the same network and settings made.
+
+        Raises:
+            ValueError: A tensor is missing or has another shape; nothing was changed.
+        """
+        own = self.replicas.tensors
+        for name, tensor in own.items():
+            if name not in snapshot or snapshot[name].shape != tensor.shape:
+                raise ValueError(f"The state does not fit: tensor {name!r} is missing or has another shape.")
+        optimizer = self._fresh()
+        parameters = self.replicas.parameters(self.parts)
+        for name in snapshot.keys() - own.keys():
+            _, key, parameter = name.split("/", 2)
+            if parameter not in parameters:
+                raise ValueError(f"The state does not fit: {name!r} belongs to no parameter.")
+            # torch keeps an optimizer's step counts on the CPU, everything else beside the parameter
+            device = parameters[parameter].device if snapshot[name].dim() else "cpu"
+            optimizer.state[parameters[parameter]][key] = snapshot[name].detach().clone().to(device)
+        for name, tensor in own.items():
+            tensor.copy_(snapshot[name])
+        self.optimizer = optimizer
+
+    def _memory(self) -> dict[str, Tensor]:
+        return {
+            f"optimizer/{key}/{name}": value
+            for name, parameter in self.replicas.parameters(self.parts).items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The adapters
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Adapter(nn.Module):
+    """What the adapters share: a network, settings, a running sample number, and checks of what comes in.
+
+    An adapter is called like any classifier: `adapter(images)` gives logits, and `predict` tells more. As a module it
+    holds no parameters, so `train()`, `eval()` and the like do nothing. It works on a copy of the network: the one it
+    was given stays as it is, bit for bit.
+    """
+
+    def __init__(self, net: YNet, settings: Settings) -> None:
+        super().__init__()
+        if not isinstance(net, YNet):
+            raise TypeError(f"`net` must be a YNet, got {type(net).__name__}; make one with testtime.split(model, at=…).")
+        task = settings.task or tasks.make(net.card.task)
+        augment = settings.augment or augmentations.make(net.card.augment)
+        self.settings = replace(settings, task=task, augment=augment)
+        self._task = task
+        with torch.inference_mode(False):
+            # In a list, which hides it from nn.Module: it is not the adapter's to train or to move.
+            self._networks = [copy.deepcopy(net).eval().requires_grad_(False)]
+            self._base = [Replicas(self._networks[0], 1, parts=())]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: the sample number, the counts, and whatever was learned."""
+        self.seen = 0
+        self.adapted = 0
+        self.rolled_back = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Class logits `(N, K)` of images `(N, C, H, W)`, after adaptation."""
+        return self.predict(images).logits
+
+    def predict(self, images: Tensor, samples: Tensor | None = None) -> Prediction:
+        """Adapt to images and predict them.
+
+        Args:
+            images: `(N, C, H, W)`, uint8 or floats in [0, 1].
+            samples: The images' numbers, integers `(N,)`, which choose their augmentations; counted by default.
+
+        Raises:
+            ValueError: The images or their numbers do not fit; nothing was learned.
+        """
+        samples = self._check(images, samples)
+        with torch.inference_mode(False), torch.no_grad():
+            # Copies: tensors made in inference mode cannot take part in learning.
+            answers = self._predict(images.detach().to(self._device, copy=True), samples.to(self._device, copy=True))
+        self.seen += len(images)
+        self.adapted += int(answers.adapted.sum())
+        self.rolled_back += int(answers.rolled_back.sum())
+        return answers
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Everything the adapter has learned and counted, as tensors by name."""
+        return {
+            "adapter": _text(type(self).__name__),
+            "settings": _text(json.dumps(self.settings.describe(), sort_keys=True)),
+            "network": _text(_fingerprint(self._networks[0])),
+            "counts": torch.tensor([self.seen, self.adapted, self.rolled_back]),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Continue from a state that `state_dict` gave, bit for bit.
+
+        Raises:
+            ValueError: The state belongs to another network, adapter or settings; nothing was changed.
+        """
+        own = self.state_dict()
+        for key in ("adapter", "network", "settings", "counts"):
+            if key not in state_dict:
+                raise ValueError(f"This is not an adapter's state: {key!r} is missing.")
+            if key != "counts" and _untext(state_dict[key]) != _untext(own[key]):
+                raise ValueError(
+                    f"The state was saved with another {key}: {_untext(state_dict[key])}, here {_untext(own[key])}."
+                )
+        self._load(state_dict)
+        self.seen, self.adapted, self.rolled_back = (int(count) for count in state_dict["counts"])
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to a safetensors file, whole or not at all."""
+        with whole_file(path) as temporary:
+            save_file({name: tensor.cpu().contiguous() for name, tensor in self.state_dict().items()}, temporary)
+
+    def load(self, path: str | Path) -> None:
+        """Continue from a file that `save` wrote.
+
+        Raises:
+            ValueError: The file cannot be read or belongs elsewhere; nothing was changed.
+        """
+        try:
+            state = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: not an adapter's state ({error}).") from None
+        self.load_state_dict(state)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._networks[0].parameters()).device
+
+    def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
+        raise TypeError("Adapter is a base class; use Fixed, Episodic or Online.")
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        pass
+
+    def _unadapted(self, images: Tensor) -> Prediction:
+        """The answers of the network as it was given."""
+        logits, loss, confidence = (tensor[0] for tensor in look(self._base[0], images[None], self._task))
+        no = torch.zeros_like(loss, dtype=torch.bool)
+        return Prediction(logits, logits.clone(), loss, loss.clone(), confidence, no, no.clone())
+
+    def _check(self, images: Tensor, samples: Tensor | None) -> Tensor:
+        if not isinstance(images, Tensor):
+            raise TypeError(f"`images` must be a tensor, got {type(images).__name__}.")
+        if images.dim() != 4 or 0 in images.shape[1:]:
+            hint = "; for one image add an axis: images[None]" if images.dim() == 3 else ""
+            raise ValueError(f"`images` must be (N, C, H, W), got {tuple(images.shape)}{hint}.")
+        card = self._networks[0].card
+        if len(card.mean) > 1 and images.shape[1] != len(card.mean):
+            raise ValueError(f"`images` must have {len(card.mean)} channels, got {images.shape[1]}.")
+        if images.dtype != torch.uint8 and not images.is_floating_point():
+            raise ValueError(f"`images` must be uint8, or floats in [0, 1], got {images.dtype}.")
+        normalises = any(card.mean) or any(value != 1 for value in card.std)
+        if images.is_floating_point() and normalises and images.numel():
+            low, high = (float(value) for value in images.nan_to_num().aminmax())
+            if low < 0 or high > 1:
+                raise ValueError(
+                    f"Float `images` must lie in [0, 1], got {low:.3g} to {high:.3g}: "
+                    "give plain pixels, the network normalises them itself."
+                )
+        if samples is None:
+            return torch.arange(self.seen, self.seen + len(images))
+        if samples.dtype not in (torch.int64, torch.int32) or samples.shape != images.shape[:1]:
+            raise ValueError(f"`samples` must be {len(images)} integers, got {samples.dtype} {tuple(samples.shape)}.")
+        return samples
+
+
+class Fixed(Adapter):
+    """The network as it is, with an adapter's answers: the baseline ("joint training" in the paper).
+
+    Args:
+        net: The network.
+        task: The self-supervised task to measure; the network's own by default.
+    """
+
+    def __init__(self, net: YNet, *, task: Task | None = None) -> None:
+        super().__init__(net, Settings(steps=0, task=task))
+
+    def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
+        return self._unadapted(images)
+
+
+class Episodic(Adapter):
+    """Every image is its own episode: learn from it, predict it, forget it (the paper's standard version).
+
+    An image's answer depends on the network, the settings, the image and its sample number, and on nothing else: not on
+    the other images of the batch, their order, or how many episodes run side by side.
+
+    Args:
+        net: The network; it is copied.
+        steps: Gradient steps on each image.
+        parallel: How many episodes run side by side.
+        **settings: Further fields of `Settings`.
+    """
+
+    def __init__(self, net: YNet, *, steps: int = 10, parallel: int = 1, **settings: Any) -> None:
+        if parallel < 1:
+            raise ValueError(f"`parallel` must be at least 1, got {parallel}.")
+        self.parallel = parallel
+        self._learners: dict[int, Learner] = {}
+        super().__init__(net, Settings(steps=steps, **settings))
+        if parallel > 1 and not _is_rowwise(self.settings):
+            log.warning("this optimizer's step mixes parameters, so episodes run one after another")
+            self.parallel = 1
+
+    def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
+        answers = self._unadapted(images)
+        wanted = gate(answers.confidence, self.settings.threshold).nonzero().flatten()
+        if self.settings.steps == 0 or len(wanted) == 0:
+            return answers
+        if self.settings.share == "batch":
+            chunks = [wanted[None]]  # one episode that all of them share
+        else:
+            chunks = [chunk[:, None] for chunk in wanted.split(self.parallel)]  # (S, 1)
+        for chunk in chunks:
+            learner = self._learner(len(chunk), tuple(images.shape[1:]))
+            learner.reset()
+            active = torch.ones(len(chunk), dtype=torch.bool, device=images.device)
+            learned = episode(learner, images[chunk], samples[chunk], active)
+            for f in fields(Prediction):
+                getattr(answers, f.name)[chunk] = getattr(learned, f.name)
+        return answers
+
+    def _learner(self, count: int, shape: tuple[int, ...]) -> Learner:
+        if count not in self._learners:
+            if len(self._learners) > 1:  # at most the full size and one remainder
+                self._learners = {size: one for size, one in self._learners.items() if size == self.parallel}
+            self._learners[count] = Learner(self._networks[0], count, self.settings, shape)
+        return self._learners[count]
+
+
+class Online(Adapter):
+    """Images are a stream: one update each in the order given, each predicted after its update; the state lives on.
+
+    A stream saved half-way and loaded elsewhere continues bit for bit. With Batch Normalization the statistics of
+    single images add up and ruin the stream, as the paper found: use Group Normalization.
+
+    Args:
+        net: The network; it is copied.
+        steps: Gradient steps on each image.
+        **settings: Further fields of `Settings`.
+    """
+
+    def __init__(self, net: YNet, *, steps: int = 1, **settings: Any) -> None:
+        self._learner: Learner | None = None
+        self._waiting: dict[str, Tensor] | None = None
+        super().__init__(net, Settings(steps=steps, **settings))
+
+    def reset(self) -> None:
+        super().reset()
+        self._learner = None
+        self._waiting = None
+
+    def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
+        if self.settings.steps == 0 or len(images) == 0:
+            return self._unadapted(images)
+        if self._learner is None:
+            self._learner = Learner(self._networks[0], 1, self.settings, tuple(images.shape[1:]))
+        groups = [slice(None)] if self.settings.share == "batch" else [slice(n, n + 1) for n in range(len(images))]
+        active = torch.ones(1, dtype=torch.bool, device=images.device)
+        answers = [episode(self._learner, images[None, group], samples[None, group], active)[0] for group in groups]
+        return Prediction.join(answers)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._learner is not None:
+            state |= {f"learner/{name}": tensor for name, tensor in self._learner.snapshot().items()}
+        return state
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        learned = {name.removeprefix("learner/"): tensor for name, tensor in state.items() if "/" in name}
+        if not learned:
+            self._learner = None
+            return
+        card = self._networks[0].card
+        with torch.inference_mode(False):
+            learner = Learner(self._networks[0], 1, self.settings, (len(card.mean), card.size or 32, card.size or 32))
+            learner.load(learned)
+        self._learner = learner
+
+
+def _is_rowwise(settings: Settings) -> bool:
+    """Whether the optimizer treats stacked parameters as it would each row alone; tried out, not guessed."""
+    numbers = Draws.of(0, torch.arange(2)).normal(4, 3, 3)  # two rows: a start and three gradients
+    ends = []
+    for rows in ([slice(0, 1), slice(1, 2)], [slice(0, 2)]):
+        parts = []
+        for row in rows:
+            parameter = nn.Parameter(numbers[row, 0].clone())
+            optimizer = settings.optimizer([parameter], lr=settings.lr)
+            for step in (1, 2, 3):
+                parameter.grad = numbers[row, step].clone()
+                try:
+                    optimizer.step()
+                except TypeError:  # it wants to evaluate the loss itself
+                    return False
+            parts.append(parameter.detach())
+        ends.append(torch.cat(parts))
+    return torch.allclose(*ends, rtol=1e-6, atol=0)
+
+
+def _fingerprint(net: YNet) -> str:
+    digest = hashlib.sha256(repr((net.card.mean, net.card.std)).encode())
+    for name, tensor in net.state_dict().items():
+        digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _text(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def _untext(tensor: Tensor) -> str:
+    return bytes(tensor.tolist()).decode(errors="replace")

@@ -1,0 +1,156 @@
+"""The training augmentations, which are also what makes many views of one test image (paper, section 2).
+
+Batched tensor code on any device. An augmentation takes images `(N, C, H, W)` and `Draws` whose keys are `(N, K)`, and
+gives K copies of each image, `(N, K, C, h, w)`. Copy k of image n depends on key `[n, k]` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from testtime.randomness import Draws
+
+Augment = Callable[[Tensor, Draws], Tensor]
+
+
+@dataclass(frozen=True)
+class CropFlip:
+    """Pad with black, crop back to the image's size at random, flip left-right half of the time (CIFAR).
+
+    Attributes:
+        padding: Black pixels added on each side before the crop.
+        flip: Whether to flip at all; digits, for one, do not survive it.
+    """
+
+    padding: int = 4
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        if self.padding < 0:
+            raise ValueError(f"`padding` must be at least 0, got {self.padding}.")
+
+    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+        height, width = images.shape[-2:]
+        offsets = draws.purpose("crop").integers(2 * self.padding + 1, 2)  # (N, K, 2)
+        rows = offsets[..., :1] + torch.arange(height, device=images.device)  # (N, K, H)
+        columns = torch.arange(width, device=images.device).expand(*draws.keys.shape, width)
+        if self.flip:
+            flipped = draws.purpose("flip").integers(2).bool().unsqueeze(-1)
+            columns = torch.where(flipped, width - 1 - columns, columns)
+        columns = offsets[..., 1:] + columns  # (N, K, W)
+        padded = F.pad(images, (self.padding,) * 4)
+        places = rows.unsqueeze(-1) * padded.shape[-1] + columns.unsqueeze(-2)  # (N, K, H, W) into the padded plane
+        return _pick(padded, places)
+
+
+@dataclass(frozen=True)
+class ResizedCropFlip:
+    """Crop a random box of random area and shape, resize it, flip left-right half of the time (ImageNet).
+
+    Resizing is antialiased bilinear, as image libraries do it; the result is float in [0, 1].
+
+    Attributes:
+        size: Side of the result; None keeps the image's own height and width.
+        scale: Smallest and largest share of the image's area.
+        ratio: Smallest and largest width over height.
+        flip: Whether to flip at all.
+    """
+
+    size: int | None = None
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.size < 1:
+            raise ValueError(f"`size` must be at least 1, got {self.size}.")
+        for name in ("scale", "ratio"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high:
+                raise ValueError(f"`{name}` must be two rising positive numbers, got {(low, high)}.")
+
+    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+        height, width = images.shape[-2:]
+        top, left, box_height, box_width = self.boxes(height, width, draws)
+        rows = _resize_matrix(top, box_height, height, self.size or height)  # (N, K, h, H)
+        columns = _resize_matrix(left, box_width, width, self.size or width)  # (N, K, w, W)
+        if self.flip:
+            flipped = draws.purpose("flip").integers(2).bool()[..., None, None]
+            columns = torch.where(flipped, columns.flip(-2), columns)
+        pixels = images.float() / 255 if images.dtype == torch.uint8 else images
+        # (N, K, 1, h, H) @ (N, 1, C, H, W) @ (N, K, 1, W, w)
+        return rows.unsqueeze(2) @ pixels.unsqueeze(1) @ columns.unsqueeze(2).transpose(-1, -2)
+
+    def boxes(self, height: int, width: int, draws: Draws) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Top, left, height and width of the crops, int64 `(N, K)` each.
+
+        The first of ten tries that fits the image is taken; if none does, the largest central box of an allowed shape.
+        """
+        area, shape = draws.purpose("box").uniform(2, 10).unbind(-2)  # (N, K, 10)
+        area = (self.scale[0] + area * (self.scale[1] - self.scale[0])) * height * width
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        shape = torch.exp(low + shape * (high - low))
+        widths, heights = (area * shape).sqrt().round().long(), (area / shape).sqrt().round().long()
+        fits = (0 < widths) & (widths <= width) & (0 < heights) & (heights <= height)
+        first = fits.byte().argmax(-1, keepdim=True)
+        ratio = min(max(width / height, self.ratio[0]), self.ratio[1])
+        central = min(width, round(height * ratio)), min(height, round(width / ratio))
+        any_fits = fits.any(-1)
+        box_width = torch.where(any_fits, widths.gather(-1, first)[..., 0], central[0])
+        box_height = torch.where(any_fits, heights.gather(-1, first)[..., 0], central[1])
+        place = draws.purpose("place")
+        top = place.fold(0).integers(height - box_height + 1)
+        left = place.fold(1).integers(width - box_width + 1)
+        top = torch.where(any_fits, top, (height - box_height) // 2)
+        left = torch.where(any_fits, left, (width - box_width) // 2)
+        return top, left, box_height, box_width
+
+
+def make(specification: Mapping[str, Any]) -> Augment:
+    """The augmentation that a network's card names, e.g. `{"name": "crop-flip", "padding": 4}`."""
+    kinds = {"crop-flip": CropFlip, "resized-crop-flip": ResizedCropFlip}
+    arguments = dict(specification)
+    name = arguments.pop("name", None)
+    if name not in kinds:
+        raise ValueError(f"`augment` must be named one of {', '.join(kinds)}, got {name!r}.")
+    return kinds[name](**{key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()})
+
+
+def _pick(images: Tensor, places: Tensor) -> Tensor:
+    """Pixels of images `(N, C, H, W)` at flat places `(N, K, h, w)` → `(N, K, C, h, w)`."""
+    count, channels = images.shape[:2]
+    _, copies, height, width = places.shape
+    planes = images.flatten(2).unsqueeze(1).expand(count, copies, channels, -1)
+    index = places.view(count, copies, 1, -1).expand(-1, -1, channels, -1)
+    return planes.gather(-1, index).view(count, copies, channels, height, width)
+
+
+def _resize_matrix(start: Tensor, length: Tensor, inputs: int, outputs: int) -> Tensor:
+    """Rows that average `inputs` pixels into `outputs`, reading only `start .. start + length - 1`.
+
+    Each row is a triangle around its place in the source, widened when it shrinks the image (that is antialiasing), cut
+    at the box's ends and scaled to sum 1.
+
+    Args:
+        start: First pixel of the box, int64 `(...)`.
+        length: Pixels in the box, int64 `(...)`.
+        inputs: Pixels in the image.
+        outputs: Pixels in the result.
+
+    Returns:
+        float32 `(..., outputs, inputs)`.
+    """
+    device = start.device
+    scale = (length.float() / outputs)[..., None, None]
+    centre = (torch.arange(outputs, device=device)[:, None] + 0.5) * scale - 0.5  # within the box
+    pixel = torch.arange(inputs, device=device) - start[..., None, None]
+    weight = (1 - (pixel - centre).abs() / scale.clamp(min=1)).clamp(min=0)
+    weight = weight * ((pixel >= 0) & (pixel < length[..., None, None]))
+    return weight / weight.sum(-1, keepdim=True)

@@ -1,0 +1,102 @@
+"""Self-supervised tasks: what a network can learn from an image nobody has labelled.
+
+A `Task` turns images into views with known targets, and a network's outputs on the views into losses. `Rotation`
+(Gidaris et al. 2018), the paper's task, turns an image by a multiple of 90° and asks by which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from testtime.randomness import Draws
+
+
+class Task(Protocol):
+    """What training and adaptation need of a self-supervised task.
+
+    Views are grouped by image: with V views of each image, views `n·V … n·V + V - 1` belong to image n.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name that checkpoints and reports use."""
+        ...
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs the self-supervised branch has."""
+        ...
+
+    def views(self, images: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Views `(N·V, C, h, w)` of images `(N, C, H, W)` and their targets `(N·V,)`; draws has keys `(N,)`."""
+        ...
+
+    def probe(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The views, without chance, on which the task's loss and confidence are measured; the plain one first."""
+        ...
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each view, `(M,)`, from outputs `(M, outputs)` and targets `(M,)`; exp(-loss) is confidence."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Predict by which multiple of 90° an image was turned.
+
+    Turns are exact: no interpolation, nothing filled in. An image that is not square is first cut to its central
+    square, since its quarter turns would have another shape.
+
+    Attributes:
+        each: "random" turns every image once, by chance; "all" gives all four turns of every image.
+    """
+
+    each: Literal["random", "all"] = "random"
+
+    def __post_init__(self) -> None:
+        if self.each not in get_args(Literal["random", "all"]):
+            raise ValueError(f'`each` must be "random" or "all", got {self.each!r}.')
+
+    @property
+    def name(self) -> str:
+        return "rotation"
+
+    @property
+    def outputs(self) -> int:
+        return 4
+
+    def views(self, images: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        if self.each == "all":
+            return self.probe(images)
+        turns = draws.purpose("rotation").integers(4)
+        images = _central_square(images)
+        # Four whole turns and a choice, rather than indexing: the shapes do not depend on the draws.
+        half = torch.where((turns >= 2)[:, None, None, None], images.rot90(2, (-2, -1)), images)
+        return torch.where((turns % 2 == 1)[:, None, None, None], half.rot90(1, (-2, -1)), half), turns
+
+    def probe(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        images = _central_square(images)
+        views = torch.stack([images.rot90(turn, (-2, -1)) for turn in range(4)], dim=1).flatten(0, 1)
+        return views, torch.arange(4, device=images.device).repeat(len(images))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.float(), targets, reduction="none")
+
+
+def make(name: str) -> Task:
+    """The task that a network's card names."""
+    if name != "rotation":
+        raise ValueError(f'`task` must be "rotation", got {name!r}.')
+    return Rotation()
+
+
+def _central_square(images: Tensor) -> Tensor:
+    height, width = images.shape[-2:]
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    return images[..., top : top + side, left : left + side]
