@@ -94,7 +94,7 @@ def test_unlabelled_sets_judge_nothing() -> None:
     ],
 )
 def test_tensor_set_checks_what_it_is_given(images: torch.Tensor, labels: torch.Tensor | None) -> None:
-    with pytest.raises(ValueError, match="`images`|`labels`"):
+    with pytest.raises(ValueError, match=r"`images`|`labels`"):
         TensorSet("wrong", images, labels, ("a", "b"))
 
 

@@ -12,11 +12,13 @@ to the network that was trained with them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,6 +58,8 @@ class TestSet(ABC):
         classes: The names of the classes; label `k` is `classes[k]`.
         labels: int64 `(N,)`, or None for unlabelled images.
         right: bool `(N, K)` where a sample may have several right labels, else None. `labels` then holds the first.
+        ordered: True where the order of the samples is what is tested (`cifar10-gradual`): not to be shuffled.
+        origin: Where the images come from, for the record: files, or a generator and its seed.
     """
 
     __test__ = False  # the name begins like a test case's; test collectors look here
@@ -64,6 +68,8 @@ class TestSet(ABC):
     classes: tuple[str, ...]
     labels: Tensor | None
     right: Tensor | None = None
+    ordered: bool = False
+    origin: str = ""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -141,6 +147,13 @@ class TestSet(ABC):
         """
         return logits
 
+    def fingerprint(self) -> str:
+        """A hash of what the set is made of; it changes when the images may have."""
+        digest = hashlib.sha256(f"{self.name}\n{self.origin}\n{len(self)} {self.shape}\n".encode())
+        if self.labels is not None:
+            digest.update(self.labels.numpy().tobytes())
+        return digest.hexdigest()
+
     def is_correct(self, predictions: Tensor, numbers: slice | Sequence[int] | Tensor | None = None) -> Tensor:
         """Which predictions are right.
 
@@ -208,3 +221,43 @@ class TensorSet(TestSet):
 
     def _read(self, numbers: Tensor) -> Tensor:
         return self._images[numbers]
+
+
+class ArraySet(TestSet):
+    """A test set over arrays that may be memory-mapped: only the images asked for are read.
+
+    Args:
+        name: What it is called.
+        parts: uint8 arrays `(n, C, H, W)`, one after the other; any strides, so a view will do.
+        labels: Integers `(N,)`, or None.
+        classes: The names of the classes.
+        origin: Where the arrays come from.
+    """
+
+    def __init__(
+        self, name: str, parts: Sequence[np.ndarray], labels: Tensor | None, classes: Sequence[str], origin: str = ""
+    ) -> None:
+        self.name = name
+        self.parts = [np.asarray(part) for part in parts]
+        self.labels = None if labels is None else labels.to(torch.int64)
+        self.classes = tuple(classes)
+        self.origin = origin
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.parts[0].shape[1:]
+        return channels, height, width
+
+    def _read(self, numbers: Tensor) -> Tensor:
+        wanted = numbers.numpy()
+        out = np.empty((len(wanted), *self.shape), dtype=np.uint8)
+        start = 0
+        for part in self.parts:
+            here = (wanted >= start) & (wanted < start + len(part))
+            if here.any():
+                out[here] = part[wanted[here] - start]
+            start += len(part)
+        return torch.from_numpy(out)

@@ -1,0 +1,210 @@
+"""Decode picture files that nobody vouches for.
+
+Whatever a file holds, the outcome is an RGB picture or one `DataError` that names the file and the fault. Pictures are
+turned upright as their EXIF orientation says, 16-bit gray is scaled to 8 bits, transparent parts become white, and
+a header that promises more pixels than the limit is refused before a single one is decoded.
+
+`fit_picture` is the paper's test-time geometry for ImageNet (its appendix on experimental details): the short side
+resized to 256, then a centre crop of 224, with the rounding of the usual PIL pipeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from testtime.data.sets import DataError
+
+PIXEL_LIMIT = 64_000_000
+"""The most pixels a picture may have unless told otherwise; below the number from which Pillow itself warns."""
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
+"""File names that end like this, in either case, are taken for pictures."""
+
+# Only formats that Pillow decodes by itself: others (EPS) would start programs.
+_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+_ORIENTATION = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+Source = str | os.PathLike[str] | BinaryIO
+Resize = int | Literal["stretch"]
+
+
+def read_picture(source: Source, limit: int = PIXEL_LIMIT) -> Tensor:
+    """A picture as it is, in RGB.
+
+    Args:
+        source: A path, or a file open for reading in binary.
+        limit: The most pixels to accept.
+
+    Returns:
+        uint8 `(3, H, W)`.
+
+    Raises:
+        DataError: The file is missing, empty, no picture, damaged, cut short or too large.
+    """
+    with _opened(source, limit) as image:
+        return torch.from_numpy(np.array(_to_rgb(image, source))).permute(2, 0, 1).contiguous()
+
+
+def fit_picture(source: Source, size: int, resize: Resize | None = None, limit: int = PIXEL_LIMIT) -> Tensor:
+    """A picture resized and cropped to a square.
+
+    Large JPEGs are decoded at a lower resolution, never below twice what is needed.
+
+    Args:
+        source: A path, or a file open for reading in binary.
+        size: Height and width of the result.
+        resize: The length to which the short side is resized before the centre crop, at least `size`; None takes 8/7
+            of the size (256 for 224). `"stretch"` scales the whole picture to the square instead, without a crop.
+        limit: The most pixels to accept, before and after resizing.
+
+    Returns:
+        uint8 `(3, size, size)`.
+
+    Raises:
+        DataError: As in `read_picture`, or the picture is too elongated to be resized within the limit.
+    """
+    return torch.from_numpy(_fit(source, size, checked_resize(size, resize), limit).transpose(2, 0, 1).copy())
+
+
+def fit_pictures(
+    paths: Sequence[Path],
+    size: int,
+    resize: Resize | None = None,
+    limit: int = PIXEL_LIMIT,
+    threads: int | None = None,
+) -> Tensor:
+    """Several pictures, decoded in parallel; Pillow releases the interpreter lock while it decodes and resizes.
+
+    Args:
+        paths: The files.
+        size: As in `fit_picture`.
+        resize: As in `fit_picture`.
+        limit: As in `fit_picture`.
+        threads: How many at once; None takes one for each core, at most 16.
+
+    Returns:
+        uint8 `(len(paths), 3, size, size)`.
+    """
+    resize = checked_resize(size, resize)
+    out = np.empty((len(paths), 3, size, size), dtype=np.uint8)
+
+    def place(position: int) -> None:
+        out[position] = _fit(paths[position], size, resize, limit).transpose(2, 0, 1)
+
+    count = min(threads or min(os.cpu_count() or 1, 16), len(paths))
+    if count > 1:
+        with ThreadPoolExecutor(count) as pool:
+            for _ in pool.map(place, range(len(paths))):
+                pass  # the loop raises what a thread raised
+    else:
+        for position in range(len(paths)):
+            place(position)
+    return torch.from_numpy(out)
+
+
+def checked_resize(size: int, resize: Resize | None) -> Resize:
+    """`resize` with its default filled in.
+
+    Raises:
+        ValueError: The two do not fit together.
+    """
+    if size < 1:
+        raise ValueError(f"`size` must be at least 1, got {size}.")
+    if resize is None:
+        return round(size * 8 / 7)
+    if resize == "stretch" or (isinstance(resize, int) and resize >= size):
+        return resize
+    raise ValueError(f"`resize` must be 'stretch' or at least `size` ({size}), got {resize!r}.")
+
+
+def _fit(source: Source, size: int, resize: Resize, limit: int) -> np.ndarray:
+    """uint8 `(size, size, 3)`."""
+    with _opened(source, limit) as image:
+        if resize == "stretch":
+            image.draft(None, (2 * size, 2 * size))
+            return np.asarray(_to_rgb(image, source).resize((size, size), Image.Resampling.BILINEAR))
+        image.draft(None, (2 * resize, 2 * resize))
+        picture = _to_rgb(image, source)
+        short, long = min(picture.size), max(picture.size)
+        long = int(resize * long / short)
+        if long * resize > limit:
+            raise DataError(_name(source), f"{image.width}×{image.height} pixels are too elongated to resize")
+        if short != resize:
+            upright = picture.width <= picture.height
+            picture = picture.resize((resize, long) if upright else (long, resize), Image.Resampling.BILINEAR)
+        left, top = round((picture.width - size) / 2), round((picture.height - size) / 2)
+        return np.asarray(picture.crop((left, top, left + size, top + size)))
+
+
+@contextlib.contextmanager
+def _opened(source: Source, limit: int) -> Iterator[Image.Image]:
+    """The picture with its header read; whatever goes wrong inside leaves as a `DataError`."""
+    name = _name(source)
+    try:
+        if isinstance(source, str | os.PathLike) and os.stat(source).st_size == 0:
+            raise DataError(name, "an empty file")
+        with Image.open(source, formats=_FORMATS) as image:
+            if image.width * image.height > limit:
+                raise DataError(name, f"{image.width}×{image.height} pixels are above the limit of {limit:,}")
+            if image.width * image.height == 0:
+                raise DataError(name, "a picture without pixels")
+            yield image
+    except DataError:
+        raise
+    except FileNotFoundError:
+        raise DataError(name, "no such file") from None
+    except UnidentifiedImageError:
+        raise DataError(name, "not a picture in a known format") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise DataError(name, f"more pixels than the limit of {limit:,}") from None
+    except Exception as error:
+        # Pillow's readers meet damage with nearly every exception there is: OSError, SyntaxError, struct.error, ...
+        raise DataError(name, f"cannot be decoded ({error or type(error).__name__})") from None
+
+
+def _name(source: Source) -> str:
+    if isinstance(source, str | os.PathLike):
+        return os.fspath(source)
+    name = getattr(source, "name", None)
+    return name if isinstance(name, str) else "picture"
+
+
+def _to_rgb(image: Image.Image, source: Source) -> Image.Image:
+    """The decoded picture, upright and in RGB."""
+    try:
+        orientation = image.getexif().get(_ORIENTATION)
+    except Exception:  # a picture with a damaged EXIF part is still a picture
+        orientation = None
+    if image.mode.startswith("I"):
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > 65535:
+            raise DataError(_name(source), "its pixels are beyond 16 bits")
+        picture = Image.fromarray(np.round(values / 257).astype(np.uint8)).convert("RGB")
+    elif image.mode == "F":
+        raise DataError(_name(source), "its pixels are floating-point numbers of no known range")
+    elif image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
+        picture = image.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
+    else:
+        picture = image.convert("RGB")
+    turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
+    return picture if turn is None else picture.transpose(turn)
