@@ -1,0 +1,104 @@
+"""Gradually changing shift: noise that grows along the test set, the paper's section of that name.
+
+The set is shuffled once; its t-th image is corrupted with a standard deviation that moves linearly from that of level 1
+at the first image to that of level 5 at the last. For gaussian noise that is its parameter. Shot noise of c photons
+deviates in proportion to 1/√c, and impulse noise that replaces a share p of the values in proportion to √p, so it is
+1/√c and √p that move linearly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from testtime.data.sets import TestSet
+from testtime.randomness import Draws
+
+Noise = Literal["gaussian_noise", "shot_noise", "impulse_noise"]
+NOISES: tuple[str, ...] = get_args(Noise)
+
+
+class Gradual(TestSet):
+    """Another test set as a stream under growing noise; sample t is the t-th image of the stream.
+
+    Args:
+        base: The set to corrupt.
+        noise: One of the three noises.
+        name: What it is called; None is `BASE-gradual/NOISE`.
+        seed: Seed of the shuffle and of the noise.
+        scale: Whose levels 1 and 5: `cifar`, `imagenet`, or `auto` by the size of the images.
+    """
+
+    ordered = True
+
+    def __init__(
+        self,
+        base: TestSet,
+        noise: str,
+        name: str | None = None,
+        seed: int = 0,
+        scale: Literal["auto", "cifar", "imagenet"] = "auto",
+    ) -> None:
+        from testtime.corruptions.registry import resolve_scale
+
+        if noise not in NOISES:
+            raise ValueError(f"`noise` must be one of {', '.join(NOISES)}; got {noise!r}.")
+        self.base = base
+        self.noise: Noise = cast(Noise, noise)
+        self.seed = seed
+        self.scale: Literal["cifar", "imagenet"] = resolve_scale(scale, *base.shape[1:])
+        self.name = name if name is not None else f"{base.name}-gradual/{noise}"
+        # A stable sort of hashes: the same order on every machine.
+        self.order = Draws.of(seed, torch.arange(len(base))).purpose("gradual order").keys.argsort(stable=True)
+        self.classes = base.classes
+        self.labels = None if base.labels is None else base.labels[self.order]
+        self.right = None if base.right is None else base.right[self.order]
+        self.origin = f"generated from {base.name} (seed {seed}, scale {self.scale})"
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.base.shape
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return self.base.scores(logits)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{super().fingerprint()} {self.base.fingerprint()}".encode()).hexdigest()
+
+    def strengths(self, numbers: Tensor) -> Tensor:
+        """The noise's own parameter at some places of the stream.
+
+        Args:
+            numbers: Places, int64 `(n,)`.
+
+        Returns:
+            float32 `(n,)`: standard deviation, photons at full white, or share of values replaced.
+        """
+        from testtime.corruptions.registry import severity_level
+
+        first, last = (float(severity_level(self.noise, level, self.scale)) for level in (1, 5))
+        share = numbers.to(torch.float64) / max(len(self) - 1, 1)
+        if self.noise == "gaussian_noise":
+            strengths = torch.lerp(*_ends(first, last), share)
+        elif self.noise == "shot_noise":
+            strengths = torch.lerp(*_ends(1 / math.sqrt(first), 1 / math.sqrt(last)), share) ** -2
+        else:
+            strengths = torch.lerp(*_ends(math.sqrt(first), math.sqrt(last)), share) ** 2
+        return strengths.to(torch.float32)
+
+    def _read(self, numbers: Tensor) -> Tensor:
+        from testtime.corruptions.registry import corrupt_noise
+
+        draws = Draws.of(self.seed, numbers).purpose(f"gradual {self.noise}")
+        return corrupt_noise(self.base.images(self.order[numbers]), self.noise, self.strengths(numbers), draws)
+
+
+def _ends(first: float, last: float) -> tuple[Tensor, Tensor]:
+    return torch.tensor(first, dtype=torch.float64), torch.tensor(last, dtype=torch.float64)

@@ -1,0 +1,255 @@
+"""VID-Robust: video frames with 30 classes, for ImageNet networks and for CIFAR-10 networks.
+
+The paper's section on video frames. The set (Shankar et al. 2019) has 1,109 anchor frames, each with one or more right
+classes. A network's 1,000 ImageNet outputs become the 30 classes by max-conversion: softmax, then for each class the
+largest probability among the ImageNet classes that map to it. The official folder holds
+
+    metadata/pmsets.json                 anchor frame → the frames that look like it
+    metadata/labels.json                 frame → list of right classes
+    misc/wnid_map.json                   ImageNet id → VID id
+    misc/imagenet_class_index.json       output → [id, name]
+    misc/imagenet_vid_class_index.json   class → [id, name]
+    val/...                              the frames, named in the files above by their paths from the folder
+
+`load_cifar7` is the paper's other use: frames of the seven classes that CIFAR-10 also has, scaled to 32×32.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from testtime.data import cifar
+from testtime.data.folder import PictureSet
+from testtime.data.pictures import Resize
+from testtime.data.places import data_root, read_json, within
+from testtime.data.sets import DataError
+
+ANCHORS = 1_109
+BACKGROUND = "n00001740"
+
+# In the order of the paper's table: VID's id, and the class of CIFAR-10.
+CIFAR7 = {
+    "airplane": ("n02691156", "airplane"),
+    "bird": ("n01503061", "bird"),
+    "car": ("n02958343", "automobile"),
+    "dog": ("n02084071", "dog"),
+    "cat": ("n02121808", "cat"),
+    "horse": ("n02374451", "horse"),
+    "ship": ("n04530566", "ship"),
+}
+
+
+def max_convert(logits: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
+    """Turn a network's outputs into scores of coarser classes: softmax, then the maximum within each group.
+
+    Args:
+        logits: `(n, outputs)`.
+        groups: For each of the K classes, the outputs that map to it, at least one.
+
+    Returns:
+        Probabilities `(n, K)`; they need not sum to 1.
+    """
+    chances = logits.softmax(dim=1)
+    return torch.stack([chances[:, list(group)].amax(dim=1) for group in groups], dim=1)
+
+
+class VidSet(PictureSet):
+    """The anchor frames, with all their right classes; made by `load`.
+
+    Attributes:
+        groups: For each class, the ImageNet outputs that map to it.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """The 30 classes' scores `(n, 30)` from ImageNet logits `(n, 1000)`, by `max_convert`."""
+        highest = max(max(group) for group in self.groups)
+        if logits.dim() != 2 or logits.shape[1] <= highest:
+            raise ValueError(
+                f"`logits` must be (n, outputs) with more than {highest} outputs, got {tuple(logits.shape)}."
+            )
+        return max_convert(logits, self.groups)
+
+
+class Cifar7Set(PictureSet):
+    """The frames of the seven shared classes; made by `load_cifar7`."""
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """The seven classes' logits `(n, 7)` from CIFAR-10 logits `(n, 10)`; the other three outputs are left out."""
+        if logits.dim() != 2 or logits.shape[1] != len(cifar.CLASSES):
+            raise ValueError(f"`logits` must be (n, 10), got {tuple(logits.shape)}.")
+        return logits[:, [cifar.CLASSES.index(name) for _, name in CIFAR7.values()]]
+
+
+def load(
+    root: str | os.PathLike[str] | None = None,
+    size: int = 224,
+    resize: Resize | None = None,
+    threads: int | None = None,
+) -> VidSet:
+    """VID-Robust's anchor frames with their 30 classes, for a network trained on ImageNet.
+
+    Args:
+        root: The data root, or the official folder itself.
+        size: Height and width of the images.
+        resize: See `pictures.fit_picture`.
+        threads: Frames decoded at once; None takes one for each core.
+
+    Raises:
+        DataError: It is not there, or one of its files is damaged or does not fit the others.
+    """
+    layout = _read_layout(root)
+    files = list(layout.right)
+    right = torch.zeros(len(files), len(layout.classes), dtype=torch.bool)
+    for row, frame in enumerate(files):
+        right[row, layout.right[frame]] = True
+    labels = torch.tensor([layout.right[frame][0] for frame in files])
+    frames = VidSet("vid-robust", layout.folder, files, labels, layout.classes, size, resize, threads)
+    frames.right = right
+    frames.groups = layout.groups
+    frames.origin = f"official files ({layout.folder.name})"
+    return frames
+
+
+def load_cifar7(
+    root: str | os.PathLike[str] | None = None,
+    size: int = 32,
+    resize: Resize | None = "stretch",
+    threads: int | None = None,
+) -> Cifar7Set:
+    """VID-Robust's anchor frames of the seven classes that CIFAR-10 has, for a network trained on CIFAR-10.
+
+    A frame is taken if one of its right classes is among the seven; only those count as right.
+
+    Args:
+        root: The data root, or the official folder itself.
+        size: Height and width of the images.
+        resize: See `pictures.fit_picture`; the whole frame is scaled unless this is a length.
+        threads: Frames decoded at once; None takes one for each core.
+
+    Raises:
+        DataError: It is not there, or one of its files is damaged or does not fit the others.
+    """
+    layout = _read_layout(root)
+    missing = [vid for vid, _ in CIFAR7.values() if vid not in layout.ids]
+    if missing:
+        raise DataError(layout.folder / "misc/imagenet_vid_class_index.json", f"lacks the class {missing[0]}")
+    column = {layout.ids.index(vid): seventh for seventh, (vid, _) in enumerate(CIFAR7.values())}
+    kept = {frame: [column[k] for k in found if k in column] for frame, found in layout.right.items()}
+    kept = {frame: found for frame, found in kept.items() if found}
+    if not kept:
+        raise DataError(layout.folder / "metadata/labels.json", "has no frame of the seven CIFAR-10 classes")
+    right = torch.zeros(len(kept), len(CIFAR7), dtype=torch.bool)
+    for row, found in enumerate(kept.values()):
+        right[row, found] = True
+    labels = torch.tensor([found[0] for found in kept.values()])
+    frames = Cifar7Set("vid-cifar7", layout.folder, list(kept), labels, tuple(CIFAR7), size, resize, threads)
+    frames.right = right
+    frames.origin = f"official files ({layout.folder.name})"
+    return frames
+
+
+def find(root: str | os.PathLike[str] | None = None) -> Path | None:
+    """The official folder from which VID-Robust would be read, or None."""
+    root = data_root(root)
+    places = (root / "imagenet-vid-robust", root / "vid-robust", root)
+    return next((place for place in places if (place / "metadata").is_dir() and (place / "misc").is_dir()), None)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What the official files say: the classes' ids and names, the outputs of each, the classes of each anchor."""
+
+    folder: Path
+    ids: tuple[str, ...]
+    classes: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
+    right: dict[str, list[int]]
+
+
+def _read_layout(root: str | os.PathLike[str] | None) -> _Layout:
+    folder = find(root)
+    if folder is None:
+        raise DataError(data_root(root), "holds no imagenet-vid-robust folder with metadata and misc")
+    outputs_path = folder / "misc/imagenet_class_index.json"
+    outputs = {identity: number for number, (identity, _) in _read_index(outputs_path, folder).items()}
+    classes_path = folder / "misc/imagenet_vid_class_index.json"
+    named = _read_index(classes_path, folder)
+    # The background class may stand anywhere among the numbers; the others move up.
+    numbers = [number for number in sorted(named) if named[number][0] != BACKGROUND]
+    ids = tuple(named[number][0] for number in numbers)
+    position = {number: row for row, number in enumerate(numbers)}
+    right = _read_right(folder, position)
+
+    map_path = folder / "misc/wnid_map.json"
+    groups: dict[str, list[int]] = {identity: [] for identity in ids}
+    for fine, coarse in _object(map_path, folder).items():
+        if coarse == BACKGROUND:
+            continue
+        if not isinstance(coarse, str) or coarse not in groups:
+            raise DataError(map_path, f"maps {fine} to {coarse!r}, which {classes_path.name} does not list")
+        if fine not in outputs:
+            raise DataError(map_path, f"maps {fine}, which {outputs_path.name} does not list")
+        groups[coarse].append(outputs[fine])
+    empty = [identity for identity, group in groups.items() if not group]
+    if empty:
+        raise DataError(map_path, f"maps no ImageNet class to {empty[0]}")
+    return _Layout(
+        folder,
+        ids,
+        tuple(named[number][1] for number in numbers),
+        tuple(tuple(sorted(groups[identity])) for identity in ids),
+        right,
+    )
+
+
+def _read_right(folder: Path, position: Mapping[int, int]) -> dict[str, list[int]]:
+    """The classes that are right for each anchor frame, whose file is there."""
+    anchors_path, labels_path = folder / "metadata/pmsets.json", folder / "metadata/labels.json"
+    labels = _object(labels_path, folder)
+    right: dict[str, list[int]] = {}
+    for anchor, frames in _object(anchors_path, folder).items():
+        if not isinstance(frames, list):
+            raise DataError(anchors_path, f"the frames of {anchor} are not a list")
+        pure = PurePosixPath(anchor)
+        if pure.is_absolute() or ".." in pure.parts:
+            raise DataError(anchors_path, f"the frame {anchor} leads out of {folder}")
+        found = labels.get(anchor)
+        if not isinstance(found, list) or not found or not all(type(label) is int for label in found):
+            raise DataError(labels_path, f"has no list of classes for {anchor}")
+        wrong = [label for label in found if label not in position]
+        if wrong:
+            raise DataError(labels_path, f"gives {anchor} the class {wrong[0]}, of which there is none")
+        if not within(folder / anchor, folder).is_file():
+            raise DataError(folder / anchor, "no such file")
+        right[anchor] = [position[label] for label in found]
+    if not right:
+        raise DataError(anchors_path, "names no frames")
+    return right
+
+
+def _read_index(path: Path, tree: Path) -> dict[int, tuple[str, str]]:
+    """A class index: number → (id, name)."""
+    index: dict[int, tuple[str, str]] = {}
+    for number, entry in _object(path, tree).items():
+        if not number.isdecimal() or not isinstance(entry, list) or [type(part) for part in entry] != [str, str]:
+            raise DataError(path, f"the entry {number!r} is not a number with [id, name]")
+        index[int(number)] = (entry[0], entry[1])
+    if len({identity for identity, _ in index.values()}) != len(index):
+        raise DataError(path, "lists an id twice")
+    return index
+
+
+def _object(path: Path, tree: Path) -> dict[str, Any]:
+    found = read_json(path, tree)
+    if not isinstance(found, dict) or not found:
+        raise DataError(path, "not a JSON object with entries")
+    return found
