@@ -1,0 +1,186 @@
+"""The four digital corruptions: contrast, elastic transform, pixelate and JPEG compression."""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from testtime.corruptions.blur import Array, round_weights, smooth
+from testtime.randomness import Draws
+
+# share of the contrast that stays
+CONTRAST = {"cifar": (0.75, 0.5, 0.4, 0.3, 0.15), "imagenet": (0.4, 0.3, 0.2, 0.1, 0.05)}
+# (length of the displacement, its smoothness, reach of the affine map's points), of the image's size
+ELASTIC = {
+    "cifar": ((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)),
+    "imagenet": ((2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02)),
+}
+# What "the image's size" is to its short side: the published program takes 244 for pictures of 224.
+_ELASTIC_SIZE = {"cifar": 1.0, "imagenet": 244 / 224}
+# share of the size that is left
+PIXELATE = {"cifar": (0.95, 0.9, 0.85, 0.75, 0.65), "imagenet": (0.6, 0.5, 0.4, 0.3, 0.25)}
+# quality
+JPEG = {"cifar": (80, 65, 58, 50, 40), "imagenet": (25, 18, 15, 10, 7)}
+
+
+def contrast(images: Tensor, level: float) -> Tensor:
+    """Draw every channel towards its mean.
+
+    Args:
+        images: Float pixels, whole numbers 0 to 255, `(N, C, H, W)`.
+        level: Share of the distance to the mean that stays.
+
+    Returns:
+        Float pixels `(N, C, H, W)`.
+    """
+    # Float64: sums of whole numbers are exact in any order.
+    mean = images.mean((2, 3), keepdim=True, dtype=torch.float64).to(torch.float32)
+    return (images - mean) * level + mean
+
+
+def elastic_sizes(level: tuple[float, float, float], scale: str, side: int) -> tuple[float, float, float]:
+    """An elastic level in pixels, for images of a short side."""
+    size = side * _ELASTIC_SIZE[scale]
+    return level[0] * size, level[1] * size, level[2] * size
+
+
+def elastic_transform(images: Tensor, level: tuple[float, float, float], draws: Draws) -> Tensor:
+    """Shear an image by moving three points, then stretch it here and squeeze it there.
+
+    Args:
+        images: Float pixels 0 to 255, `(N, C, H, W)`.
+        level: Length and smoothness of the displacement and reach of the three points, in pixels.
+        draws: One stream for each image, keys `(N,)`.
+
+    Returns:
+        Float pixels `(N, C, H, W)`.
+    """
+    length, sigma, reach = level
+    height, width = images.shape[-2:]
+    device = images.device
+    across, down = _affine_grid(draws.purpose("points"), reach, height, width)
+    # Mirrored without the edge: grid_sample's reflection between the centres of the outermost pixels.
+    grid = torch.stack([across * (2 / max(width - 1, 1)) - 1, down * (2 / max(height - 1, 1)) - 1], -1)
+    images = F.grid_sample(images, grid.to(images.dtype), padding_mode="reflection", align_corners=True)
+    if length == 0:
+        return images
+    # Whole numbers, so that smoothing is exact; (field + 1/2) / 2¹⁵ - 1 is uniform in ±1.
+    field = draws.purpose("field").integers(1 << 16, 2, height, width)
+    moves = ((smooth(field, sigma, 3, "reflect") + 0.5) * 2**-15 - 1) * length  # (N, 2, H, W)
+    across = torch.arange(width, device=device) + moves[:, 0]
+    down = torch.arange(height, device=device)[:, None] + moves[:, 1]
+    # Mirrored with the edge: reflection between the outer borders of the outermost pixels.
+    grid = torch.stack([(across * 2 + 1) / width - 1, (down * 2 + 1) / height - 1], -1)
+    return F.grid_sample(images, grid.to(images.dtype), padding_mode="reflection", align_corners=False)
+
+
+def _affine_grid(draws: Draws, reach: float, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Where each pixel of the sheared image reads the original: columns and rows, float64 `(N, H, W)` each."""
+    side = min(height, width) // 3
+    middle_x, middle_y = width // 2, height // 2
+    points = torch.tensor(
+        [[middle_x + side, middle_y + side], [middle_x + side, middle_y - side], [middle_x - side, middle_y - side]],
+        dtype=torch.float64,
+        device=draws.keys.device,
+    )
+    moved = points + (draws.uniform(3, 2).to(torch.float64) * 2 - 1) * reach  # (N, 3, 2)
+    # The points are a right angle: the second is its vertex, so the map's columns are differences along its legs.
+    legs = max(2 * side, 1)
+    right = (moved[:, 1] - moved[:, 2]) / legs  # image of the unit vector to the right, (N, 2)
+    below = (moved[:, 0] - moved[:, 1]) / legs  # image of the unit vector down, (N, 2)
+    determinant = right[:, 0] * below[:, 1] - right[:, 1] * below[:, 0]
+    determinant = torch.where(determinant.abs() < 1e-6, torch.full_like(determinant, 1e-6), determinant)
+    x = (torch.arange(width, device=points.device) - moved[:, 1, 0, None])[:, None, :]  # (N, 1, W)
+    y = (torch.arange(height, device=points.device) - moved[:, 1, 1, None])[:, :, None]  # (N, H, 1)
+    a, b, c, d = (entry[:, None, None] for entry in (below[:, 1], -below[:, 0], -right[:, 1], right[:, 0]))
+    determinant = determinant[:, None, None]
+    across = (a * x + b * y) / determinant + points[1, 0]
+    down = (c * x + d * y) / determinant + points[1, 1]
+    # OpenCV's warp reads at multiples of 1/32 pixel.
+    return (across * 32 + 0.5).floor_() / 32, (down * 32 + 0.5).floor_() / 32
+
+
+def box_matrix(size: int, to: int) -> Array:
+    """Pillow's box filter from `size` pixels to `to` pixels as a matrix, `(to, size)`."""
+    ratio = size / to
+    reach = max(ratio, 1) / 2
+    matrix = np.zeros((to, size))
+    for row in range(to):
+        centre = (row + 0.5) * ratio
+        first = max(int(centre - reach + 0.5), 0)
+        last = min(int(centre + reach + 0.5), size)
+        place = (np.arange(first, last) - centre + 0.5) / max(ratio, 1)
+        matrix[row, first:last] = (place > -0.5) & (place <= 0.5)
+        matrix[row] /= matrix[row].sum()
+    return matrix
+
+
+@functools.lru_cache(maxsize=64)
+def _box(size: int, to: int) -> Tensor:
+    return torch.from_numpy(round_weights(box_matrix(size, to)).astype(np.float32))
+
+
+def pixelate(images: Tensor, level: float) -> Tensor:
+    """Scale an image down and back up with box filters, rounding to 8 bits after each direction as Pillow does.
+
+    Args:
+        images: Float pixels, whole numbers 0 to 255, `(N, C, H, W)`.
+        level: Share of the size in between.
+
+    Returns:
+        Float pixels `(N, C, H, W)`.
+    """
+    height, width = images.shape[-2:]
+    rows, columns = max(1, int(height * level)), max(1, int(width * level))
+    device = images.device
+    images = (images @ _box(width, columns).T.to(device)).add_(0.5).floor_()
+    images = (_box(height, rows).to(device) @ images).add_(0.5).floor_()
+    # Upwards the box holds one pixel: the nearest.
+    across = _box(columns, width).argmax(1).to(device)
+    down = _box(rows, height).argmax(1).to(device)
+    return images[:, :, down][..., across]
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ThreadPoolExecutor(max(1, min(16, count)), thread_name_prefix="jpeg")
+
+
+def _jpeg_block(pictures: np.ndarray, quality: int) -> None:
+    """Compress and expand a block of pictures in place, `(n, H, W)` or `(n, H, W, 3)` uint8."""
+    for picture in pictures:
+        buffer = io.BytesIO()
+        Image.fromarray(picture).save(buffer, "JPEG", quality=quality)
+        with Image.open(buffer) as expanded:
+            picture[...] = np.asarray(expanded)
+
+
+def jpeg_compression(images: Tensor, level: int) -> Tensor:
+    """Compress with JPEG and expand again. Pillow does it, on the CPU, in threads.
+
+    Args:
+        images: Float pixels, whole numbers 0 to 255, `(N, C, H, W)`.
+        level: Quality.
+
+    Returns:
+        Float pixels `(N, C, H, W)`.
+    """
+    pictures = images.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()  # (N, H, W, C)
+    if not len(pictures):
+        return images
+    view = pictures[..., 0] if pictures.shape[-1] == 1 else pictures
+    block = max(1, math.ceil(len(view) / 32))
+    jobs = [_threads().submit(_jpeg_block, view[at : at + block], level) for at in range(0, len(view), block)]
+    for job in jobs:
+        job.result()
+    return torch.from_numpy(pictures).to(images.device).permute(0, 3, 1, 2).to(torch.float32)

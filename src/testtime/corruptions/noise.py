@@ -1,0 +1,162 @@
+"""The three noises: gaussian, shot (Poisson) and impulse (salt and pepper).
+
+They take a strength for each image, so that a data set can drift smoothly from one severity to the next; the published
+severities are the five strengths in `LEVELS`. Every number drawn is a function of the image's stream and the pixel.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from testtime.randomness import Draws
+
+NoiseName = Literal["gaussian_noise", "shot_noise", "impulse_noise"]
+
+# Severity 1 to 5: standard deviation, photons at full white, and the share of values replaced.
+LEVELS: dict[str, dict[str, tuple[float, ...]]] = {
+    "gaussian_noise": {"cifar": (0.04, 0.06, 0.08, 0.09, 0.10), "imagenet": (0.08, 0.12, 0.18, 0.26, 0.38)},
+    "shot_noise": {"cifar": (500, 250, 100, 75, 50), "imagenet": (60, 25, 12, 5, 3)},
+    "impulse_noise": {"cifar": (0.01, 0.02, 0.03, 0.05, 0.07), "imagenet": (0.03, 0.06, 0.09, 0.17, 0.27)},
+}
+
+
+def gaussian_noise(images: Tensor, strength: Tensor, draws: Draws) -> Tensor:
+    """Add normal noise whose standard deviation is `strength` (of full white).
+
+    Args:
+        images: Float pixels in 0 to 255, `(N, C, H, W)`.
+        strength: Standard deviation for each image, `(N,)`.
+        draws: One stream for each image, keys `(N,)`.
+
+    Returns:
+        Float pixels on the same scale, not clipped, `(N, C, H, W)`.
+    """
+    return images + draws.normal(*images.shape[1:]) * (strength.view(-1, 1, 1, 1) * 255)
+
+
+def shot_noise(images: Tensor, strength: Tensor, draws: Draws) -> Tensor:
+    """Replace every value by a Poisson count of mean value × `strength`, divided by `strength`.
+
+    Args:
+        images: Float pixels in 0 to 255, `(N, C, H, W)`.
+        strength: Photons that full white stands for, for each image, `(N,)`; fewer photons, more noise.
+        draws: One stream for each image, keys `(N,)`.
+
+    Returns:
+        Float pixels on the same scale, not clipped, `(N, C, H, W)`.
+    """
+    photons = strength.view(-1, 1, 1, 1) / 255
+    return poisson(images * photons, draws) / photons
+
+
+def impulse_noise(images: Tensor, strength: Tensor, draws: Draws) -> Tensor:
+    """Set a share `strength` of all channel values to black or white, half each.
+
+    Args:
+        images: Float pixels in 0 to 255, `(N, C, H, W)`.
+        strength: Share of values to replace, for each image, `(N,)`.
+        draws: One stream for each image, keys `(N,)`.
+
+    Returns:
+        Float pixels on the same scale, `(N, C, H, W)`.
+    """
+    # One number decides both whether and to what: the lowest share/2 are pepper, the highest share/2 are salt.
+    chance = draws.uniform(*images.shape[1:])
+    half = strength.view(-1, 1, 1, 1) / 2
+    return images.masked_fill(chance < half, 0).masked_fill_(chance >= 1 - half, 255)
+
+
+NOISES: dict[str, Callable[[Tensor, Tensor, Draws], Tensor]] = {
+    "gaussian_noise": gaussian_noise,
+    "shot_noise": shot_noise,
+    "impulse_noise": impulse_noise,
+}
+
+# Rates below _SMALL come from exact tables on a grid of _GRID plus a rare remainder; above it from the normal
+# expansion, whose error falls with the rate and is past noticing at 10.
+_SMALL = 10.0
+_GRID = 1 / 8
+_OUTCOMES = 64  # a rate of 10 exceeds 63 with a chance of 10⁻²⁸
+
+
+def poisson(rates: Tensor, draws: Draws) -> Tensor:
+    """Poisson counts of the given rates without a loop over counts, so that a batch costs a few passes.
+
+    Rates of 10 and more use Giles' normal expansion of the Poisson quantile (2016). Smaller ones are the sum of two
+    counts: one of the rate rounded down to an eighth, from an alias table (Walker 1977), and one of the rest, which is
+    nearly always 0, by inversion.
+
+    Args:
+        rates: Non-negative float32, `(N, ...)`.
+        draws: One stream for each image, keys `(N,)`.
+
+    Returns:
+        Counts as float32, `(N, ...)`.
+    """
+    shape = rates.shape[1:]
+    counts: Tensor | None = None
+    low, high = (float(bound) for bound in torch.aminmax(rates))
+    if high >= _SMALL:
+        deviate = draws.purpose("many").normal(*shape)
+        root = rates.sqrt()
+        square = deviate * deviate
+        counts = rates + root * deviate + (square + 2) / 6 - deviate * (square + 2) / (72 * root)
+        counts = counts.floor_().clamp_(min=0)
+    if low < _SMALL:
+        few = _few(rates.clamp(max=_SMALL - 2**-20), draws)
+        counts = few if counts is None else torch.where(rates < _SMALL, few, counts)
+    assert counts is not None
+    return counts
+
+
+def _few(rates: Tensor, draws: Draws) -> Tensor:
+    """Counts for rates below `_SMALL`."""
+    keep, other = (table.to(rates.device) for table in _alias_tables())
+    shape = rates.shape[1:]
+    row = (rates / _GRID).floor_()
+    rest = rates - row * _GRID
+    ticket = draws.purpose("few").uniform(*shape) * _OUTCOMES
+    column = ticket.floor()
+    entry = (row * _OUTCOMES + column).to(torch.int32)
+    counts = torch.where(ticket - column < keep[entry], column, other[entry])
+    # The rest is below an eighth: more than four is one in 10⁷.
+    chance = draws.purpose("rest").uniform(*shape)
+    term = torch.exp(-rest)
+    total = term.clone()
+    for count in range(1, 5):
+        counts += chance >= total
+        term = term * rest / count
+        total += term
+    return counts
+
+
+@functools.cache
+def _alias_tables() -> tuple[Tensor, Tensor]:
+    """Walker's tables for every rate on the grid below `_SMALL`, each `(rates × outcomes,)`."""
+    rates = np.arange(0, _SMALL, _GRID)[:, None]
+    counts = np.arange(_OUTCOMES)[None, :]
+    logs = np.array([math.lgamma(count + 1) for count in range(_OUTCOMES)])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        chances = np.exp(np.where(rates > 0, counts * np.log(rates) - rates - logs, np.where(counts == 0, 0, -np.inf)))
+    keep = chances / chances.sum(1, keepdims=True) * _OUTCOMES
+    other = np.tile(counts, (len(rates), 1))
+    for row in range(len(rates)):
+        shares = keep[row]
+        small = [k for k in range(_OUTCOMES) if shares[k] < 1]
+        large = [k for k in range(_OUTCOMES) if shares[k] >= 1]
+        while small and large:
+            poor, rich = small.pop(), large[-1]
+            other[row, poor] = rich
+            shares[rich] -= 1 - shares[poor]
+            if shares[rich] < 1:
+                small.append(large.pop())
+        for left in small + large:  # exactly 1 but for rounding
+            shares[left] = 1
+    return torch.from_numpy(keep.astype(np.float32)).flatten(), torch.from_numpy(other.astype(np.float32)).flatten()

@@ -1,0 +1,284 @@
+"""The fifteen corruptions by name: `corrupt` for the published severities, `corrupt_noise` for a free strength.
+
+They are those of CIFAR-10-C and ImageNet-C (Hendrycks & Dietterich, "Benchmarking Neural Network Robustness to Common
+Corruptions and Perturbations", 2019), made anew as batched tensor code. An image's corruption is a function of (seed,
+its number, corruption, severity) and of nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from testtime.corruptions import blur, digital, noise, weather
+from testtime.corruptions.frost import frost_textures
+from testtime.randomness import Draws
+
+Scale = Literal["auto", "cifar", "imagenet"]
+
+CORRUPTIONS: tuple[str, ...] = (
+    "gaussian_noise",
+    "shot_noise",
+    "impulse_noise",
+    "defocus_blur",
+    "glass_blur",
+    "motion_blur",
+    "zoom_blur",
+    "snow",
+    "frost",
+    "fog",
+    "brightness",
+    "contrast",
+    "elastic_transform",
+    "pixelate",
+    "jpeg_compression",
+)
+"""The names in the order of every published table."""
+
+SEVERITIES: tuple[int, ...] = (1, 2, 3, 4, 5)
+
+_LEVELS: dict[str, Mapping[str, Sequence[Any]]] = {
+    **noise.LEVELS,
+    "defocus_blur": blur.DEFOCUS,
+    "glass_blur": blur.GLASS,
+    "motion_blur": blur.MOTION,
+    "zoom_blur": blur.ZOOM,
+    "snow": weather.SNOW,
+    "frost": weather.FROST,
+    "fog": weather.FOG,
+    "brightness": weather.BRIGHTNESS,
+    "contrast": digital.CONTRAST,
+    "elastic_transform": digital.ELASTIC,
+    "pixelate": digital.PIXELATE,
+    "jpeg_compression": digital.JPEG,
+}
+
+_WITHOUT_CHANCE: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "defocus_blur": blur.defocus_blur,
+    "zoom_blur": blur.zoom_blur,
+    "brightness": weather.brightness,
+    "contrast": digital.contrast,
+    "pixelate": digital.pixelate,
+    "jpeg_compression": digital.jpeg_compression,
+}
+_WITH_CHANCE: dict[str, Callable[[Tensor, Any, Draws], Tensor]] = {
+    "glass_blur": blur.glass_blur,
+    "motion_blur": blur.blur_motion,
+    "snow": weather.snow,
+    "fog": weather.fog,
+}
+
+# Values worked on at once: on a CPU what stays in its caches, on a GPU what keeps it busy.
+_CPU_VALUES = 1 << 19
+_GPU_VALUES = 1 << 25
+
+
+def severity_level(name: str, severity: int, scale: Literal["cifar", "imagenet"]) -> Any:
+    """The published parameters of a corruption: a number, or a tuple in the order its function documents.
+
+    Args:
+        name: One of `CORRUPTIONS`.
+        severity: 1 to 5.
+        scale: Whose parameters, "cifar" or "imagenet".
+    """
+    _check_choice(name, severity)
+    if scale not in ("cifar", "imagenet"):
+        raise ValueError(f'`scale` must be "cifar" or "imagenet", got {scale!r}.')
+    return _LEVELS[name][scale][severity - 1]
+
+
+def resolve_scale(scale: Scale, height: int, width: int) -> Literal["cifar", "imagenet"]:
+    """Whose parameters images of a size get: with "auto", CIFAR's below a short side of 64 and ImageNet's from there.
+
+    Args:
+        scale: "auto", "cifar" or "imagenet".
+        height: Height of the images in pixels.
+        width: Width of the images in pixels.
+    """
+    if scale == "auto":
+        return "cifar" if min(height, width) < 64 else "imagenet"
+    if scale not in ("cifar", "imagenet"):
+        raise ValueError(f'`scale` must be "auto", "cifar" or "imagenet", got {scale!r}.')
+    return scale
+
+
+def corrupt(
+    images: Tensor,
+    name: str,
+    severity: int,
+    *,
+    seed: int = 0,
+    samples: Tensor | None = None,
+    scale: Scale = "auto",
+    frost: str | os.PathLike[str] | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Corrupt a batch of images.
+
+    Args:
+        images: uint8, or float in 0 to 1 (taken to the nearest 8-bit value), `(N, C, H, W)` with one channel or three,
+            on any device.
+        name: One of `CORRUPTIONS`.
+        severity: 1 to 5.
+        seed: What the draws depend on besides the image's number.
+        samples: The images' numbers, integers `(N,)`; 0 to N - 1 if not given.
+        scale: Whose parameters: "cifar", "imagenet", or "auto" by the images' size (see `resolve_scale`).
+        frost: Folder with the frost photographs `frost1` to `frost5`; textures made by code if not given.
+        chunk: Images worked on at once; bounds the memory used beside the images and the result. If not given, by
+            their size.
+
+    Returns:
+        uint8 of the same shape on the same device.
+
+    Raises:
+        ValueError: If an argument is not one of the above.
+        TypeError: If the images are neither uint8 nor floating point.
+        FileNotFoundError: If a photograph is not in the folder `frost`.
+    """
+    result = torch.empty(images.shape, dtype=torch.uint8, device=images.device)
+    for part, block in corrupt_chunks(
+        images, name, severity, seed=seed, samples=samples, scale=scale, frost=frost, chunk=chunk
+    ):
+        result[part] = block
+    return result
+
+
+def corrupt_chunks(
+    images: Tensor,
+    name: str,
+    severity: int,
+    *,
+    seed: int = 0,
+    samples: Tensor | None = None,
+    scale: Scale = "auto",
+    frost: str | os.PathLike[str] | None = None,
+    chunk: int | None = None,
+    device: torch.device | str | None = None,
+) -> Iterator[tuple[slice, Tensor]]:
+    """Corrupt a set of images chunk by chunk, without holding the result.
+
+    Arguments are those of `corrupt`, and:
+
+    Args:
+        images: As for `corrupt`.
+        name: As for `corrupt`.
+        severity: As for `corrupt`.
+        seed: As for `corrupt`.
+        samples: As for `corrupt`.
+        scale: As for `corrupt`.
+        frost: As for `corrupt`.
+        chunk: As for `corrupt`.
+        device: Where to work; the images' own if not given. Chunks come back on the images' device.
+
+    Yields:
+        The chunk's place in the set, and its corrupted images, uint8 `(n, C, H, W)`.
+    """
+    _check_choice(name, severity)
+    _check_images(images)
+    count, channels, height, width = images.shape
+    samples = _numbers(samples, count)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"`chunk` must be at least 1, got {chunk}.")
+    resolved = resolve_scale(scale, height, width)
+    level = _LEVELS[name][resolved][severity - 1]
+    where = images.device if device is None else torch.device(device)
+    textures = frost_textures(resolved, (height, width), frost, where) if name == "frost" else []
+    step = chunk or max(1, (_CPU_VALUES if where.type == "cpu" else _GPU_VALUES) // max(1, channels * height * width))
+    with torch.no_grad():
+        for start in range(0, count, step):
+            part = slice(start, min(start + step, count))
+            pixels = _eight_bits(images[part].to(where)).to(torch.float32)
+            draws = Draws.of(seed, samples[part].to(where)).purpose(name).fold(severity)
+            yield part, _finish(_apply(pixels, name, level, resolved, draws, textures)).to(images.device)
+
+
+def corrupt_noise(images: Tensor, name: noise.NoiseName, strength: Tensor, draws: Draws) -> Tensor:
+    """Add one of the three noises, each image with a strength of its own.
+
+    The strength is what `severity_level` gives for these: the standard deviation of gaussian noise, the photons at
+    full white of shot noise (less is noisier), the share of values that impulse noise replaces.
+
+    Args:
+        images: uint8, or float in 0 to 1, `(N, C, H, W)`.
+        name: "gaussian_noise", "shot_noise" or "impulse_noise".
+        strength: One for each image, `(N,)`.
+        draws: One stream for each image, keys `(N,)`.
+
+    Returns:
+        uint8 `(N, C, H, W)`.
+
+    Raises:
+        ValueError: If the name, a shape or a strength is not one of the above.
+    """
+    if name not in noise.NOISES:
+        raise ValueError(f"`name` must be one of {', '.join(noise.NOISES)}, got {name!r}.")
+    _check_images(images)
+    if strength.shape != images.shape[:1] or draws.keys.shape != images.shape[:1]:
+        raise ValueError(
+            f"`strength` and `draws` must have one entry for each of {len(images)} images, "
+            f"got shapes {tuple(strength.shape)} and {tuple(draws.keys.shape)}."
+        )
+    strength = strength.to(images.device, torch.float32)
+    if len(images) and not (strength.min() >= 0 and torch.isfinite(strength).all()):
+        raise ValueError("`strength` must be finite and not negative.")
+    if name == "shot_noise" and len(images) and strength.min() <= 0:
+        raise ValueError("`strength` of shot noise must be above 0 photons.")
+    with torch.no_grad():
+        pixels = _eight_bits(images).to(torch.float32)
+        return _finish(noise.NOISES[name](pixels, strength, draws)) if len(images) else pixels.to(torch.uint8)
+
+
+def _apply(pixels: Tensor, name: str, level: Any, scale: str, draws: Draws, textures: list[Tensor]) -> Tensor:
+    """One corruption of float pixels that are whole numbers 0 to 255, `(N, C, H, W)`."""
+    if name in noise.NOISES:
+        strength = torch.full((len(pixels),), float(level), device=pixels.device)
+        return noise.NOISES[name](pixels, strength, draws)
+    if name in _WITHOUT_CHANCE:
+        return _WITHOUT_CHANCE[name](pixels, level)
+    if name in _WITH_CHANCE:
+        return _WITH_CHANCE[name](pixels, level, draws)
+    if name == "frost":
+        return weather.frost(pixels, level, draws, textures)
+    sizes = digital.elastic_sizes(level, scale, min(pixels.shape[-2:]))
+    return digital.elastic_transform(pixels, sizes, draws)
+
+
+def _finish(pixels: Tensor) -> Tensor:
+    """Clip and truncate to 8 bits as published; what is a whole number but for rounding must not fall below it."""
+    return (pixels + 2**-10).clamp_(0, 255).to(torch.uint8)
+
+
+def _eight_bits(images: Tensor) -> Tensor:
+    if images.dtype == torch.uint8:
+        return images
+    return (images * 255).round_().clamp_(0, 255).to(torch.uint8)
+
+
+def _check_choice(name: str, severity: int) -> None:
+    if name not in CORRUPTIONS:
+        raise ValueError(f"`name` must be one of {', '.join(CORRUPTIONS)}, got {name!r}.")
+    if severity not in SEVERITIES:
+        raise ValueError(f"`severity` must be 1 to 5, got {severity}.")
+
+
+def _check_images(images: Tensor) -> None:
+    if images.dtype != torch.uint8 and not images.is_floating_point():
+        raise TypeError(f"`images` must be uint8, or floating point in 0 to 1, got {images.dtype}.")
+    if images.ndim != 4 or images.shape[1] not in (1, 3):
+        raise ValueError(f"`images` must be (N, C, H, W) with 1 or 3 channels, got shape {tuple(images.shape)}.")
+    if min(images.shape[-2:]) < 1:
+        raise ValueError(f"`images` must have at least one pixel, got shape {tuple(images.shape)}.")
+
+
+def _numbers(samples: Tensor | None, count: int) -> Tensor:
+    if samples is None:
+        return torch.arange(count)
+    if samples.is_floating_point() or samples.dtype == torch.bool:
+        raise TypeError(f"`samples` must be integers, got {samples.dtype}.")
+    if samples.shape != (count,):
+        raise ValueError(f"`samples` must have one number for each of {count} images, got {tuple(samples.shape)}.")
+    return samples
