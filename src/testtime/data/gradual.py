@@ -43,7 +43,7 @@ class Gradual(TestSet):
         seed: int = 0,
         scale: Literal["auto", "cifar", "imagenet"] = "auto",
     ) -> None:
-        from testtime.corruptions.registry import resolve_scale
+        from testtime.corruptions import resolve_scale
 
         if noise not in NOISES:
             raise ValueError(f"`noise` must be one of {', '.join(NOISES)}; got {noise!r}.")
@@ -81,7 +81,7 @@ class Gradual(TestSet):
         Returns:
             float32 `(n,)`: standard deviation, photons at full white, or share of values replaced.
         """
-        from testtime.corruptions.registry import severity_level
+        from testtime.corruptions import severity_level
 
         first, last = (float(severity_level(self.noise, level, self.scale)) for level in (1, 5))
         share = numbers.to(torch.float64) / max(len(self) - 1, 1)
@@ -94,7 +94,7 @@ class Gradual(TestSet):
         return strengths.to(torch.float32)
 
     def _read(self, numbers: Tensor) -> Tensor:
-        from testtime.corruptions.registry import corrupt_noise
+        from testtime.corruptions import corrupt_noise
 
         draws = Draws.of(self.seed, numbers).purpose(f"gradual {self.noise}")
         return corrupt_noise(self.base.images(self.order[numbers]), self.noise, self.strengths(numbers), draws)
