@@ -204,6 +204,8 @@ def test_sets_without_a_download_say_where_they_are(tmp_path: Path) -> None:
             get(name, tmp_path)
     with pytest.raises(ValueError, match="`name` must be one of cifar10, cifar10-c"):
         get("mnist", tmp_path)
+    with pytest.raises(ValueError, match="digits-c ships with the package"):
+        get("digits-c", tmp_path)
 
 
 def test_the_official_places() -> None:

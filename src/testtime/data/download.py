@@ -77,6 +77,21 @@ ELSEWHERE = {
 ELSEWHERE["vid-cifar7"] = ELSEWHERE["vid-robust"]
 
 
+def remotes(name: str, root: str | os.PathLike[str] | None = None) -> tuple[Remote, ...]:
+    """The files that `get` would fetch; nothing is transferred.
+
+    Raises:
+        ValueError: There is no such set, or it has no public download; says where to get it.
+    """
+    if name in ELSEWHERE:
+        raise ValueError(f"{name} cannot be downloaded directly. {ELSEWHERE[name].format(root=data_root(root))}.")
+    if name.startswith("digits"):
+        raise ValueError(f"{name} ships with the package; there is nothing to download.")
+    if name not in REMOTES:
+        raise ValueError(f"`name` must be one of {', '.join(REMOTES)}; got {name!r}.")
+    return REMOTES[name]
+
+
 def get(name: str, root: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
     """Download a data set into the data root; what is there already is left alone.
 
@@ -93,11 +108,7 @@ def get(name: str, root: str | os.PathLike[str] | None = None, progress: Progres
         DataError: The transfer failed, or what arrived is not what it should be.
     """
     root = data_root(root)
-    if name in ELSEWHERE:
-        raise ValueError(f"{name} cannot be downloaded directly. {ELSEWHERE[name].format(root=root)}.")
-    if name not in REMOTES:
-        raise ValueError(f"`name` must be one of {', '.join(REMOTES)}; got {name!r}.")
-    for remote in REMOTES[name]:
+    for remote in remotes(name, root):
         target = root / remote.folder
         file = remote.url.rsplit("/", 1)[-1]
         if remote.archive:

@@ -215,11 +215,16 @@ def describe(name: str, root: Root = None) -> Description:
         return Description(name, WHAT[name], origin.place, state, origin.detail)
     place = _find(name, root)
     if place is None:
-        generated = name in ("cifar10-c", "imagenet-c") and describe(name.removesuffix("-c"), root).state == "ready"
         usual = {"cifar10": cifar.BINARY, "cifar10-c": cifar.CORRUPTED, "cifar10.1": "CIFAR-10.1"}.get(name, name)
         usual = "imagenet-vid-robust" if name.startswith("vid") else usual
         hint = f"testtime data get {name}" if name in REMOTES else ELSEWHERE[name].format(root=base)
-        return Description(name, WHAT[name], base / usual, "generated" if generated else "missing", hint)
+        if name.endswith("-c"):
+            origin = describe(name.removesuffix("-c"), root)
+            if origin.state == "incomplete":
+                return Description(name, WHAT[name], origin.place, "incomplete", origin.detail)
+            if origin.state == "ready":
+                return Description(name, WHAT[name], base / usual, "generated", hint)
+        return Description(name, WHAT[name], base / usual, "missing", hint)
     fault = _shallow_fault(name, root, place)
     return Description(name, WHAT[name], place, "incomplete" if fault else "ready", fault or "")
 
