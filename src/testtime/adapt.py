@@ -159,7 +159,8 @@ def make_views(images: Tensor, draws: Draws, settings: Settings) -> tuple[Tensor
     Returns:
         Views `(S, M, C, h, w)` and targets `(S, M)`, where M is B times copies times the task's views of a copy.
     """
-    assert settings.augment is not None and settings.task is not None
+    assert settings.augment is not None
+    assert settings.task is not None
     keys = draws.flatten().copies(settings.copies)  # (S·B, copies)
     copies = settings.augment(images.flatten(0, 1), keys)  # (S·B, copies, C, h, w)
     views, targets = settings.task.views(copies.flatten(0, 1), keys.flatten())
@@ -292,45 +293,47 @@ class Learner:
         self.replicas.reset()
         self.optimizer = self._fresh()
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """A copy of everything that learning changes, by name."""
-        state = self.replicas.snapshot()
-        for name, tensor in self._memory().items():
-            state[name] = tensor.detach().clone()
-        return state
+    def snapshot(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """A copy of everything that learning changes, for `restore`."""
+        return self.replicas.snapshot(), {name: value.clone() for name, value in self._memory().items()}
 
     @torch.no_grad()
-    def restore(self, snapshot: Mapping[str, Tensor], rows: Tensor) -> None:
+    def restore(self, snapshot: tuple[list[Tensor], dict[str, Tensor]], rows: Tensor) -> None:
         """Put the replicas where `rows`, bool `(S,)`, is true back to a snapshot, their optimizer's memory as well."""
-        self.replicas.restore(snapshot, rows)
+        numbers, memory = snapshot
+        self.replicas.restore(numbers, rows)
         for name, tensor in self._memory().items():
             # What the optimizer had not yet made when the snapshot was taken starts from zero.
-            old = snapshot.get(name, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
-            mask = rows.view(-1, *[1] * (tensor.dim() - 1)) if tensor.dim() else rows.all()
+            old = memory.get(name, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+            mask = rows.view(-1, *[1] * (tensor.dim() - 1)) if tensor.dim() else rows.all().to(tensor.device)
             tensor.copy_(torch.where(mask, old, tensor))
 
+    def state(self) -> dict[str, Tensor]:
+        """A copy of everything that learning changes, by name."""
+        return {name: tensor.detach().clone() for name, tensor in (self.replicas.tensors | self._memory()).items()}
+
     @torch.no_grad()
-    def load(self, snapshot: Mapping[str, Tensor]) -> None:
-        """Continue from a snapshot that another learner of the same network and settings made.
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a state that another learner of the same network and settings made.
 
         Raises:
             ValueError: A tensor is missing or has another shape; nothing was changed.
         """
         own = self.replicas.tensors
         for name, tensor in own.items():
-            if name not in snapshot or snapshot[name].shape != tensor.shape:
+            if name not in state or state[name].shape != tensor.shape:
                 raise ValueError(f"The state does not fit: tensor {name!r} is missing or has another shape.")
         optimizer = self._fresh()
         parameters = self.replicas.parameters(self.parts)
-        for name in snapshot.keys() - own.keys():
+        for name in state.keys() - own.keys():
             _, key, parameter = name.split("/", 2)
             if parameter not in parameters:
                 raise ValueError(f"The state does not fit: {name!r} belongs to no parameter.")
             # torch keeps an optimizer's step counts on the CPU, everything else beside the parameter
-            device = parameters[parameter].device if snapshot[name].dim() else "cpu"
-            optimizer.state[parameters[parameter]][key] = snapshot[name].detach().clone().to(device)
+            device = parameters[parameter].device if state[name].dim() else "cpu"
+            optimizer.state[parameters[parameter]][key] = state[name].detach().clone().to(device)
         for name, tensor in own.items():
-            tensor.copy_(snapshot[name])
+            tensor.copy_(state[name])
         self.optimizer = optimizer
 
     def _memory(self) -> dict[str, Tensor]:
@@ -358,7 +361,7 @@ class Adapter(nn.Module):
     def __init__(self, net: YNet, settings: Settings) -> None:
         super().__init__()
         if not isinstance(net, YNet):
-            raise TypeError(f"`net` must be a YNet, got {type(net).__name__}; make one with testtime.split(model, at=…).")
+            raise TypeError(f"`net` must be a YNet, got {type(net).__name__}; testtime.split(model, at=…) makes one.")
         task = settings.task or tasks.make(net.card.task)
         augment = settings.augment or augmentations.make(net.card.augment)
         self.settings = replace(settings, task=task, augment=augment)
@@ -560,14 +563,11 @@ class Online(Adapter):
     """
 
     def __init__(self, net: YNet, *, steps: int = 1, **settings: Any) -> None:
-        self._learner: Learner | None = None
-        self._waiting: dict[str, Tensor] | None = None
         super().__init__(net, Settings(steps=steps, **settings))
 
     def reset(self) -> None:
         super().reset()
-        self._learner = None
-        self._waiting = None
+        self._learner: Learner | None = None
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         if self.settings.steps == 0 or len(images) == 0:
@@ -582,7 +582,7 @@ class Online(Adapter):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         state = super().state_dict()
         if self._learner is not None:
-            state |= {f"learner/{name}": tensor for name, tensor in self._learner.snapshot().items()}
+            state |= {f"learner/{name}": tensor for name, tensor in self._learner.state().items()}
         return state
 
     def _load(self, state: Mapping[str, Tensor]) -> None:

@@ -98,7 +98,7 @@ class ResizedCropFlip:
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         shape = torch.exp(low + shape * (high - low))
         widths, heights = (area * shape).sqrt().round().long(), (area / shape).sqrt().round().long()
-        fits = (0 < widths) & (widths <= width) & (0 < heights) & (heights <= height)
+        fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
         first = fits.byte().argmax(-1, keepdim=True)
         ratio = min(max(width / height, self.ratio[0]), self.ratio[1])
         central = min(width, round(height * ratio)), min(height, round(width / ratio))

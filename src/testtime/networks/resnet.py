@@ -20,23 +20,24 @@ Norm = Literal["group", "batch"]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
+class GroupNormReLU(nn.GroupNorm):
+    """GroupNorm and the ReLU behind it as one layer, so that both can be computed in one go."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # torch calls the argument `input`
+        return F.relu(super().forward(x))
+
+
 class ZeroPadShortcut(nn.Module):
     """The parameter-free shortcut of a strided block: 2×2 average pooling, missing channels are zeros."""
 
-    def __init__(self, stride: int, extra: int, replicas: int = 1) -> None:
+    def __init__(self, stride: int, extra: int) -> None:
         super().__init__()
-        self.stride, self.extra, self.replicas = stride, extra, replicas
+        self.stride, self.extra = stride, extra
 
     def forward(self, x: Tensor) -> Tensor:
         if self.stride > 1:
             x = F.avg_pool2d(x, self.stride, ceil_mode=True)  # ceil: as the strided convolution rounds
-        batch, channels, *space = x.shape
-        x = x.reshape(batch * self.replicas, channels // self.replicas, *space)
-        return F.pad(x, (0, 0, 0, 0, 0, self.extra)).view(batch, -1, *space)
-
-    def replicate(self, replicas: int) -> ZeroPadShortcut:
-        """This layer for `replicas` networks whose channels stand one behind the other."""
-        return ZeroPadShortcut(self.stride, self.extra, replicas)
+        return F.pad(x, (0, 0, 0, 0, 0, self.extra))
 
 
 class PreActivationBlock(nn.Module):
@@ -44,17 +45,16 @@ class PreActivationBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm) -> None:
         super().__init__()
-        self.norm1 = _norm(norm, inputs, groups=8)
+        self.norm1 = _norm_relu(norm, inputs, groups=8)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.norm2 = _norm(norm, outputs, groups=8)
+        self.norm2 = _norm_relu(norm, outputs, groups=8)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         plain = stride == 1 and inputs == outputs
         self.shortcut = nn.Identity() if plain else ZeroPadShortcut(stride, outputs - inputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.conv1(F.relu(self.norm1(x)))
-        y = self.conv2(F.relu(self.norm2(y)))
-        return y + self.shortcut(x)
+        y = self.conv1(self.norm1(x))
+        return self.conv2(self.norm2(y)) + self.shortcut(x)
 
 
 class PostActivationBlock(nn.Module):
@@ -69,9 +69,8 @@ class PostActivationBlock(nn.Module):
         self.layers = nn.Sequential()
         for place, (ins, outs, kernel, step) in enumerate(shapes):
             self.layers.append(nn.Conv2d(ins, outs, kernel, step, padding=kernel // 2, bias=False))
-            self.layers.append(_norm(norm, outs, groups=32))
-            if place < len(shapes) - 1:
-                self.layers.append(nn.ReLU())
+            between = place < len(shapes) - 1
+            self.layers.append(_norm_relu(norm, outs, groups=32) if between else _norm(norm, outs, groups=32))
         self.shortcut = nn.Identity()
         if stride > 1 or inputs != outputs:
             self.shortcut = nn.Sequential(
@@ -123,8 +122,7 @@ def resnet26(
         )
         trunk = nn.Sequential(
             group(widths[1], widths[2], 2),
-            _norm(norm, widths[2], groups=8),
-            nn.ReLU(),
+            _norm_relu(norm, widths[2], groups=8),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
         )
@@ -139,9 +137,7 @@ def resnet26(
         return _assemble(encoder, trunk, widths[2], classes, outputs, card)
 
 
-def resnet18(
-    classes: int = 1000, *, norm: Norm = "group", size: int = 224, outputs: int = 4, seed: int = 0
-) -> YNet:
+def resnet18(classes: int = 1000, *, norm: Norm = "group", size: int = 224, outputs: int = 4, seed: int = 0) -> YNet:
     """The paper's ImageNet network: 18 layers, split behind the third group.
 
     Args:
@@ -154,9 +150,7 @@ def resnet18(
     return _imagenet_resnet("resnet18", [2, 2, 2, 2], False, classes, norm, size, outputs, seed)
 
 
-def resnet50(
-    classes: int = 1000, *, norm: Norm = "group", size: int = 224, outputs: int = 4, seed: int = 0
-) -> YNet:
+def resnet50(classes: int = 1000, *, norm: Norm = "group", size: int = 224, outputs: int = 4, seed: int = 0) -> YNet:
     """The 50-layer ImageNet network with bottleneck blocks; arguments as for `resnet18`."""
     return _imagenet_resnet("resnet50", [3, 4, 6, 3], True, classes, norm, size, outputs, seed)
 
@@ -186,8 +180,7 @@ def _imagenet_resnet(
         torch.manual_seed(seed)
         encoder = nn.Sequential(
             nn.Conv2d(3, 64, 7, 2, padding=3, bias=False),
-            _norm(norm, 64, groups=32),
-            nn.ReLU(),
+            _norm_relu(norm, 64, groups=32),
             nn.MaxPool2d(3, 2, padding=1),
             group(64, 64, blocks[0], 1),
             group(64 * expansion, 128, blocks[1], 2),
@@ -220,6 +213,12 @@ def _assemble(encoder: nn.Module, trunk: nn.Sequential, features: int, classes: 
 
 def _norm(norm: Norm, channels: int, groups: int) -> nn.Module:
     return nn.GroupNorm(groups, channels) if norm == "group" else nn.BatchNorm2d(channels)
+
+
+def _norm_relu(norm: Norm, channels: int, groups: int) -> nn.Module:
+    if norm == "group":
+        return GroupNormReLU(groups, channels)
+    return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU())
 
 
 def _check(norm: str, **counts: int) -> None:

@@ -282,7 +282,7 @@ def _possible_cuts(graph: fx.Graph) -> dict[str, fx.Node]:
     ends: dict[str, fx.Node] = {}
     for node in computed:
         # The stack lists every module the node lies in, from the model itself ("") to the layer.
-        for name in (node.meta.get("nn_module_stack") or {}).keys():
+        for name in node.meta.get("nn_module_stack") or {}:
             ends[name] = node
     linear = [node for node in computed if node.op == "call_module"]
     cuts = {}
