@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pickle
 import struct
 import tarfile
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -47,7 +49,7 @@ def pickled(images: np.ndarray, labels: np.ndarray, title: bytes = b"training ba
     def size(number: int) -> bytes:
         return b"K" + bytes([number]) if number < 256 else b"M" + struct.pack("<H", number)
 
-    memo = iter(range(1, 1000))
+    memo = itertools.count(1)
 
     def put() -> bytes:
         number = next(memo)
@@ -283,6 +285,22 @@ def test_official_arrays_stay_on_disk(tmp_path: Path) -> None:
     while isinstance(part.base, np.ndarray) and not isinstance(part, np.memmap):
         part = part.base
     assert isinstance(part, np.memmap)
+
+
+def test_only_a_chunk_is_in_memory(tmp_path: Path) -> None:
+    write_c(tmp_path)
+    # As long as the official file, with a hole instead of pixels.
+    shape = (50_000, 32, 32, 3)
+    np.lib.format.open_memmap(tmp_path / "CIFAR-10-C" / "fog.npy", mode="w+", dtype=np.uint8, shape=shape)
+    np.save(tmp_path / "CIFAR-10-C" / "labels.npy", np.zeros(50_000, dtype=np.uint8))
+    test_set = cifar.load_c("fog", 4, tmp_path)
+    tracemalloc.start()
+    try:
+        assert sum(len(images) for _, images, _ in test_set.chunks(500)) == 10_000
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * 500 * 3072
 
 
 def test_damaged_corruption_files(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from testtime.data import DataError, download, get
@@ -172,9 +173,21 @@ def test_get_downloads_and_extracts(server: Server, tmp_path: Path, monkeypatch:
 
 
 def test_get_plain_files(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(download.REMOTES, "cifar10.1", (Remote(url(server), MD5, "CIFAR-10.1", archive=False),))
+    remotes = []
+    for version, count in (("v4", 2021), ("v6", 2000)):
+        for part, array in (("data", np.zeros((count, 32, 32, 3), np.uint8)), ("labels", np.zeros(count, np.int64))):
+            file = io.BytesIO()
+            np.save(file, array)
+            path = f"/cifar10.1_{version}_{part}.npy"
+            server.files[path] = file.getvalue()
+            remotes.append(Remote(url(server, path), None, "CIFAR-10.1", archive=False))
+    monkeypatch.setitem(download.REMOTES, "cifar10.1", tuple(remotes))
+    good, server.files["/cifar10.1_v6_data.npy"] = server.files["/cifar10.1_v6_data.npy"], b"<html>Sorry</html>"
+    with pytest.raises(DataError, match=r"cifar10\.1_v6_data\.npy: not a plain \.npy array"):
+        get("cifar10.1", tmp_path)
+    server.files["/cifar10.1_v6_data.npy"] = good
     assert get("cifar10.1", tmp_path) == tmp_path / "CIFAR-10.1"
-    assert (tmp_path / "CIFAR-10.1" / "file").read_bytes() == CONTENT
+    assert len(server.requests) == 6  # v4 was whole the first time
 
 
 @pytest.mark.parametrize(

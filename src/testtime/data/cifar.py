@@ -28,7 +28,7 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 BINARY, PYTHON = "cifar-10-batches-bin", "cifar-10-batches-py"
 ARCHIVES = {BINARY: "cifar-10-binary.tar.gz", PYTHON: "cifar-10-python.tar.gz"}
 CORRUPTED = "CIFAR-10-C"
-SIZES_10_1 = {"v4": 2021, "v6": 2000}
+SIZES_10_1: dict[Literal["v4", "v6"], int] = {"v4": 2021, "v6": 2000}
 PER_FILE = 10_000
 _RECORD = 1 + 3 * 32 * 32
 

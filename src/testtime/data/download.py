@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from testtime.data import cifar
 from testtime.data.places import data_root
@@ -118,7 +119,20 @@ def get(name: str, root: str | os.PathLike[str] | None = None, progress: Progres
                 archive.unlink()
         elif not (target / file).is_file():
             fetch(remote.url, target / file, remote.md5, progress)
+    if name == "cifar10.1":
+        for version in cifar.SIZES_10_1:
+            _read_through(root, version)
     return root / REMOTES[name][0].folder
+
+
+def _read_through(root: Path, version: Literal["v4", "v6"]) -> None:
+    """Open CIFAR-10.1, whose files have no published checksum; what cannot be read must not stay and look complete."""
+    try:
+        cifar.load_10_1(root, version)
+    except DataError:
+        for path in (root / "CIFAR-10.1").glob(f"cifar10.1_{version}_*.npy"):
+            path.unlink()
+        raise
 
 
 def fetch(
