@@ -48,18 +48,15 @@ _DENSE_PIXELS = 1600
 
 
 def round_weights(weights: Array, bits: int = 16) -> Array:
-    """The nearest multiples of 2⁻ᵇⁱᵗˢ along the last axis that add up to exactly one there.
+    """Weights rounded to multiples of 2⁻ᵇⁱᵗˢ along the last axis so that their sum is rounded only once.
+
+    Running sums are rounded and differences taken: many small equal weights would else all err to the same side.
 
     Args:
-        weights: Non-negative, `(..., K)`, adding up to one along the last axis.
+        weights: Non-negative, `(..., K)`.
         bits: Fraction bits.
     """
-    whole = 2.0**bits
-    rounded = np.round(weights * whole)
-    surplus = rounded.sum(-1, keepdims=True) - whole
-    largest = rounded.argmax(-1)[..., None]
-    np.put_along_axis(rounded, largest, np.take_along_axis(rounded, largest, -1) - surplus, -1)
-    return rounded / whole
+    return np.diff(np.round(np.cumsum(weights, -1) * 2.0**bits), axis=-1, prepend=0) / 2.0**bits
 
 
 def gaussian_weights(sigma: float, radius: int) -> Array:
@@ -158,8 +155,9 @@ def defocus_blur(images: Tensor, level: tuple[float, float]) -> Tensor:
     Returns:
         Float pixels `(N, C, H, W)`.
     """
-    # Not scaled to one: the published kernel's sum is a little off where the softened disk meets the end of its grid.
-    kernel = np.round(disk(*level) * 2**15) / 2**15
+    # Its sum may be a little over one, where the softened disk meets the end of its grid, hence one bit less.
+    kernel = disk(*level)
+    kernel = round_weights(kernel.reshape(-1), bits=15).reshape(kernel.shape)
     pad = len(kernel) // 2
     height, width = images.shape[-2:]
     padded = images[..., _reflect(height, pad).to(images.device), :][..., _reflect(width, pad).to(images.device)]
