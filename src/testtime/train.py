@@ -140,12 +140,17 @@ class Recipe:
     @staticmethod
     def digits(**changes: Any) -> Recipe:
         """A training of seconds on the built-in digits; not from the paper."""
-        return replace(Recipe(epochs=30, batch=64, drops=(15, 25)), **changes)
+        return replace(Recipe(epochs=20, batch=32, drops=(14, 18)), **changes)
 
     def over(self, epochs: int) -> Recipe:
         """The same schedule stretched or shrunk to another number of epochs; the drops move along."""
         drops = sorted({max(1, round(drop * epochs / self.epochs)) for drop in self.drops})
         return replace(self, epochs=epochs, drops=tuple(drop for drop in drops if drop < epochs))
+
+    def change(self, epochs: int | None = None, **changes: Any) -> Recipe:
+        """This recipe with other fields; what is None stays. Other `epochs` take the schedule along, see `over`."""
+        base = self if epochs is None else self.over(epochs)
+        return replace(base, **{name: value for name, value in changes.items() if value is not None})
 
     def lr_at(self, epoch: int) -> float:
         """The learning rate of an epoch, counted from 0."""
@@ -354,7 +359,7 @@ def _train_epoch(
 ) -> dict[str, Any]:
     """One pass over the training set; what the record says of it."""
     start, done, total = time.perf_counter(), epoch * trainer.steps, trainer.recipe.epochs * trainer.steps
-    text = _tell(history[-1], trainer.recipe.epochs) if history else ""
+    text = tell(history[-1]) if history else ""
     trainer.set_lr(trainer.recipe.lr_at(epoch))
     trainer.net.train()
     trainer.sums.zero_()
@@ -369,8 +374,9 @@ def _train_epoch(
             kept = "there is no run folder to go back to"
         elif history:
             kept = f"the state after epoch {epoch} is kept in {run.checkpoint}"
+        what = "a weight" if math.isfinite(entry["loss"]) else "the loss"
         raise TrainingError(
-            f"In epoch {epoch + 1} the loss became {entry['loss']}; {kept}. "
+            f"In epoch {epoch + 1} {what} is no longer finite; {kept}. "
             f"Try a learning rate below {trainer.recipe.lr_at(epoch):g}, and look for broken images."
         )
     trainer.share()  # the processes' Batch Normalization statistics: from here on those that the checkpoint has
@@ -378,7 +384,7 @@ def _train_epoch(
         entry["test_error"] = _error(trainer.net, test)
     entry["seconds"] = round(time.perf_counter() - start, 3)
     if progress is not None:
-        progress(done + trainer.steps, total, _tell(entry, trainer.recipe.epochs))
+        progress(done + trainer.steps, total, tell(entry))
     return entry
 
 
@@ -645,9 +651,10 @@ def _error(net: YNet, pool: _Pool, size: int = 500) -> float:
     return float(wrong) / pool.count
 
 
-def _tell(entry: dict[str, Any], epochs: int) -> str:
+def tell(entry: dict[str, Any]) -> str:
+    """One epoch's entry of the record in words."""
     test = f", test {entry['test_error']:.1%}" if "test_error" in entry else ""
-    return f"epoch {entry['epoch']}/{epochs}: loss {entry['loss']:.3f}, error {entry['train_error']:.1%}{test}"
+    return f"epoch {entry['epoch']}, loss {entry['loss']:.3f}, error {entry['train_error']:.1%}{test}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -690,6 +697,8 @@ class _Folder:
         if _world() > 1:
             distributed.barrier()  # all have read before the first process writes
         if _rank() == 0:
+            for part in self.record.parent.glob(".*.part"):  # what a killed process was writing
+                part.unlink(missing_ok=True)
             self._write_record(history, trainer.device)
         return history
 
@@ -924,6 +933,11 @@ def process_group(device: str) -> Iterator[torch.device]:
         yield place
     finally:
         distributed.destroy_process_group()
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes files and speaks; without `torchrun` it always is."""
+    return _rank() == 0
 
 
 def _rank() -> int:

@@ -1,0 +1,243 @@
+"""Pictures in, answers out: picture files for a network, what an adapter says of them, what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from testtime.adapt import Adapter, Episodic, Online
+from testtime.data.pictures import SUFFIXES, fit_picture
+from testtime.data.sets import DataError
+from testtime.networks import ynet
+from testtime.networks.ynet import Card, CheckpointError, YNet
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_LUMA = (0.299, 0.587, 0.114)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an adapter says of one picture.
+
+    Attributes:
+        image: The file.
+        before: The predicted class before adaptation.
+        before_probability: Its probability then.
+        after: The predicted class after adaptation.
+        after_probability: Its probability then.
+        change: How much the probability of the class `after` has changed by adaptation.
+        confidence: The self-supervised task's confidence in the plain picture before adaptation.
+        task_loss_before: The task's loss on the picture before adaptation.
+        task_loss_after: The same after adaptation.
+        adapted: Whether the network learned from the picture.
+        rolled_back: Whether what it learned was undone.
+    """
+
+    image: str
+    before: str
+    before_probability: float
+    after: str
+    after_probability: float
+    change: float
+    confidence: float
+    task_loss_before: float
+    task_loss_after: float
+    adapted: bool
+    rolled_back: bool
+
+
+def default_network() -> str:
+    """The shipped network to use when none is named: a CIFAR-10 one if there is, else the first.
+
+    Raises:
+        CheckpointError: None ships.
+    """
+    names = ynet.shipped()
+    if not names:
+        raise CheckpointError(
+            "No trained network ships with this version; train one (testtime train --data digits --out RUN) "
+            "and name its file (RUN/network.safetensors)."
+        )
+    return next((name for name in names if "cifar" in name), names[0])
+
+
+def find_pictures(paths: Sequence[str | Path]) -> list[Path]:
+    """The files named, and the pictures directly in the folders named, sorted by name within each.
+
+    Raises:
+        DataError: A path leads nowhere, or a folder holds no pictures.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
+            if not inside:
+                raise DataError(path, "a folder without pictures")
+            found += inside
+        elif path.exists():
+            found.append(path)
+        else:
+            raise DataError(path, "no such file")
+    return found
+
+
+def fit_for(card: Card, picture: str | Path) -> Tensor:
+    """A picture file as a network wants it: its central square, scaled to the network's size; gray if it sees gray.
+
+    Args:
+        card: The network's card.
+        picture: The file.
+
+    Returns:
+        uint8 `(C, size, size)`.
+
+    Raises:
+        ValueError: The card does not say which size the network takes.
+        DataError: The file is no picture, damaged or too large.
+    """
+    if card.size is None:
+        raise ValueError("The network's card does not say which size of image it takes; net.describe(size=…) does.")
+    image = fit_picture(picture, card.size, resize=card.size)
+    if card.architecture.get("channels", 3) == 1:
+        luma = (image * torch.tensor(_LUMA).view(3, 1, 1)).sum(0, keepdim=True)
+        image = luma.round().clamp(0, 255).to(torch.uint8)
+    return image
+
+
+def predict(adapter: Adapter, card: Card, pictures: Sequence[Path], together: int = 1) -> Iterator[Answer]:
+    """Read pictures, adapt to each, answer.
+
+    Args:
+        adapter: What predicts.
+        card: The card of its network.
+        pictures: Files, in the order in which they are shown to the adapter.
+        together: How many are given to the adapter at once.
+
+    Yields:
+        One answer a picture, in order.
+    """
+    for start in range(0, len(pictures), together):
+        files = pictures[start : start + together]
+        prediction = adapter.predict(torch.stack([fit_for(card, file) for file in files]))
+        before, after = prediction.logits_before.softmax(-1).cpu(), prediction.logits.softmax(-1).cpu()
+        names = card.classes or tuple(str(number) for number in range(after.shape[1]))
+        for row, file in enumerate(files):
+            old, new = int(before[row].argmax()), int(after[row].argmax())
+            yield Answer(
+                image=str(file),
+                before=names[old],
+                before_probability=float(before[row, old]),
+                after=names[new],
+                after_probability=float(after[row, new]),
+                change=float(after[row, new] - before[row, new]),
+                confidence=float(prediction.confidence[row]),
+                task_loss_before=float(prediction.loss_before[row]),
+                task_loss_after=float(prediction.loss_after[row]),
+                adapted=bool(prediction.adapted[row]),
+                rolled_back=bool(prediction.rolled_back[row]),
+            )
+
+
+def tell(answer: Answer) -> str:
+    """An answer in one line."""
+    notes = "" if answer.adapted else "  (rolled back)" if answer.rolled_back else "  (not adapted)"
+    return (
+        f"{answer.image}  {answer.before} {answer.before_probability:.1%} → "
+        f"{answer.after} {answer.after_probability:.1%}  {answer.change:+.1%}{notes}"
+    )
+
+
+def summarise(source: str | Path) -> dict[str, Any]:
+    """What a checkpoint holds, as plain text and numbers; for networks of any making.
+
+    Args:
+        source: A file that `YNet.save` wrote, or the name of a network that ships.
+
+    Raises:
+        CheckpointError: The file is missing, truncated or foreign.
+    """
+    # Not `load`: that needs the model, which for a network made of the user's own only the user has.
+    path = ynet._find(source)
+    card, tensors = ynet._read(path)
+    counts = {
+        part: sum(
+            tensor.numel()
+            for name, tensor in tensors.items()
+            if name.startswith(f"{part}.") and not name.endswith(_BUFFERS)
+        )
+        for part in ("encoder", "classifier", "ssl")
+    }
+    summary: dict[str, Any] = {
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        "architecture": card.architecture,
+        "classes": list(card.classes),
+        "size": card.size,
+        "mean": list(card.mean),
+        "std": list(card.std),
+        "task": card.task,
+        "augment": card.augment,
+        "parameters": counts | {"total": sum(counts.values())},
+        "training": None,
+    }
+    epochs = card.record.get("epochs")
+    if epochs:
+        configuration = card.record.get("configuration", {})
+        summary["training"] = {
+            "recipe": configuration.get("recipe"),
+            "data": configuration.get("data"),
+            "epochs": len(epochs),
+            "last": epochs[-1],
+            "seconds": card.record.get("seconds"),
+            "versions": card.record.get("versions"),
+            "hardware": card.record.get("hardware"),
+        }
+    return summary
+
+
+def prepare_adapter(net: YNet, online: bool = False, parallel: int = 1, **settings: Any) -> Adapter:
+    """An `Episodic` or `Online` adapter; settings that are None keep their defaults."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    return Online(net, **given) if online else Episodic(net, parallel=parallel, **given)
+
+
+def tell_summary(summary: dict[str, Any]) -> str:
+    """What `summarise` gives in lines of words."""
+    architecture = dict(summary["architecture"])
+    name = architecture.pop("name", "custom (only its owner can build it)")
+    arguments = ", ".join(f"{key} {value}" for key, value in architecture.items())
+    augment = dict(summary["augment"])
+    counts = summary["parameters"]
+    lines = {
+        "file": f"{summary['file']} ({summary['bytes'] / 1e6:.2f} MB)",
+        "network": f"{name}: {arguments}" if arguments else name,
+        "classes": f"{len(summary['classes'])}: {', '.join(summary['classes'])}" if summary["classes"] else "not named",
+        "images": f"{summary['size'] or 'any'} pixels; mean {_list(summary['mean'])}, std {_list(summary['std'])}",
+        "task": summary["task"],
+        "augment": f"{augment.pop('name', '')} " + ", ".join(f"{key} {value}" for key, value in augment.items()),
+        "parameters": f"{counts['total']:,}: encoder {counts['encoder']:,}, classifier {counts['classifier']:,}, "
+        f"ssl {counts['ssl']:,}",
+    }
+    training = summary["training"]
+    if training is None:
+        lines["training"] = "no record"
+    else:
+        recipe, data, last = (training[key] or {} for key in ("recipe", "data", "last"))
+        test = f", test {last['test_error']:.2%}" if "test_error" in last else ""
+        lines["training"] = (
+            f"{recipe.get('method', '?')}, {training['epochs']} epochs, batch {recipe.get('batch', '?')}, "
+            f"lr {recipe.get('lr', '?')}, seed {recipe.get('seed', '?')}"
+        )
+        lines["data"] = f"{data.get('name', 'tensors')}, {data.get('count', 0):,} images"
+        lines["result"] = f"loss {last.get('loss', 0):.4f}, error {last.get('train_error', 0):.2%}{test}"
+        lines["cost"] = f"{training['seconds']:.0f} s on {(training['hardware'] or {}).get('device', '?')}"
+    return "\n".join(f"{key:<11}{value}" for key, value in lines.items())
+
+
+def _list(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:g}" for number in numbers)
