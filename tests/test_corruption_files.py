@@ -1,0 +1,278 @@
+"""Corrupting pictures on disk: files, folders, data sets in their published layouts, and the gallery."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from testtime.corruptions import (
+    CORRUPTIONS,
+    FileError,
+    corrupt,
+    corrupt_cifar,
+    corrupt_file,
+    corrupt_folder,
+    corrupt_imagenet,
+    draw_gallery,
+    files,
+    write_gallery,
+)
+
+
+def picture(number: int, height: int = 32, width: int = 40, gray: bool = False) -> np.ndarray:
+    rows, columns = np.mgrid[:height, :width]
+    waves = [128 + 100 * np.sin(rows / (3 + channel) + columns / 5 + number) for channel in range(3)]
+    pixels = np.stack(waves, -1).astype(np.uint8)
+    return pixels[..., 0] if gray else pixels
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tree of pictures of several sizes, one gray, and a file that is none."""
+    root = tmp_path / "pictures"
+    for number, (place, size) in enumerate(
+        [("a/one.png", (32, 40)), ("a/two.png", (32, 40)), ("b/deep/three.png", (50, 33)), ("zero.png", (32, 40))]
+    ):
+        path = root / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture(number, *size)).save(path)
+    Image.fromarray(picture(9, gray=True)).save(root / "b/gray.png")
+    (root / "notes.txt").write_text("no picture")
+    return root
+
+
+def tree(root: Path) -> list[str]:
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+def read(path: Path) -> torch.Tensor:
+    return files.picture_tensor(files.read_picture(path))
+
+
+def test_a_file_is_its_tensors_corruption(tmp_path: Path):
+    Image.fromarray(picture(1)).save(tmp_path / "in.png")
+    made = corrupt_file(tmp_path / "in.png", tmp_path / "new" / "out.png", "fog", 3, seed=7)
+    assert made == tmp_path / "new" / "out.png"
+    expected = corrupt(read(tmp_path / "in.png")[None], "fog", 3, seed=7)
+    assert torch.equal(read(made), expected[0])
+    assert tree(tmp_path) == ["in.png", "new/out.png"]
+
+
+def test_pictures_are_read_upright_in_gray_or_colour(tmp_path: Path):
+    turned = Image.fromarray(picture(1))
+    exif = turned.getexif()
+    exif[0x0112] = 6
+    turned.save(tmp_path / "turned.png", exif=exif)
+    assert read(tmp_path / "turned.png").shape == (3, 40, 32)
+    Image.fromarray(picture(1, gray=True)).save(tmp_path / "gray.png")
+    assert read(tmp_path / "gray.png").shape == (1, 32, 40)
+    Image.fromarray(picture(1)).convert("P").save(tmp_path / "palette.png")
+    assert read(tmp_path / "palette.png").shape == (3, 32, 40)
+
+
+def test_the_input_is_never_written_over(tmp_path: Path):
+    Image.fromarray(picture(1)).save(tmp_path / "in.png")
+    before = (tmp_path / "in.png").read_bytes()
+    (tmp_path / "link.png").symlink_to(tmp_path / "in.png")
+    for target in ("in.png", "link.png", "x/../in.png"):
+        with pytest.raises(FileError, match="is the input"):
+            corrupt_file(tmp_path / "in.png", tmp_path / target, "fog", 1)
+    with pytest.raises(FileError, match="is the input"):
+        write_gallery(tmp_path / "in.png", tmp_path / "in.png")
+    for target in (".", "pictures", "pictures/inside", ".."):
+        (tmp_path / "pictures").mkdir(exist_ok=True)
+        with pytest.raises(FileError, match="must not hold each other"):
+            next(corrupt_folder(tmp_path / "pictures", tmp_path / target, "fog", 1))
+    assert (tmp_path / "in.png").read_bytes() == before
+
+
+def test_unreadable_pictures_are_named(tmp_path: Path):
+    with pytest.raises(FileError, match=r"absent\.png does not exist"):
+        corrupt_file(tmp_path / "absent.png", tmp_path / "out.png", "fog", 1)
+    (tmp_path / "broken.png").write_bytes(b"not a picture")
+    with pytest.raises(FileError, match=r"broken\.png cannot be read as an image"):
+        corrupt_file(tmp_path / "broken.png", tmp_path / "out.png", "fog", 1)
+    whole = tmp_path / "whole.jpg"
+    Image.fromarray(picture(0, 200, 200)).save(whole)
+    (tmp_path / "cut.jpg").write_bytes(whole.read_bytes()[:900])
+    with pytest.raises(FileError, match=r"cut\.jpg cannot be read as an image"):
+        corrupt_file(tmp_path / "cut.jpg", tmp_path / "out.png", "fog", 1)
+    with pytest.raises(FileError, match=r"out\.xyz must end in one of"):
+        corrupt_file(whole, tmp_path / "out.xyz", "fog", 1)
+    with pytest.raises(ValueError, match="`severity` must be 1 to 5, got 9"):
+        corrupt_file(whole, tmp_path / "out.png", "fog", 9)
+    assert tree(tmp_path) == ["broken.png", "cut.jpg", "whole.jpg"]
+
+
+def test_a_folder_keeps_its_tree_and_numbers_pictures_by_their_paths(folder: Path, tmp_path: Path):
+    target = tmp_path / "out"
+    steps = list(corrupt_folder(folder, target, "gaussian_noise", 5, seed=2))
+    assert tree(target) == ["a/one.png", "a/two.png", "b/deep/three.png", "b/gray.png", "corruption.json", "zero.png"]
+    assert (steps[0].done, steps[0].total) == (0, 5)
+    assert (steps[-1].done, steps[-1].total) == (5, 5)
+    for number, place in enumerate(["a/one.png", "a/two.png", "b/deep/three.png", "b/gray.png", "zero.png"]):
+        expected = corrupt(read(folder / place)[None], "gaussian_noise", 5, seed=2, samples=torch.tensor([number]))
+        assert torch.equal(read(target / place), expected[0])
+
+
+def test_a_folder_goes_on_where_it_was(folder: Path, tmp_path: Path):
+    target = tmp_path / "out"
+    list(corrupt_folder(folder, target, "fog", 2))
+    kept, gone = target / "a/one.png", target / "b/gray.png"
+    expected = gone.read_bytes()
+    gone.unlink()
+    kept.write_bytes(b"left as it is")
+    steps = list(corrupt_folder(folder, target, "fog", 2))
+    assert [step.done for step in steps] == [4, 5]
+    assert gone.read_bytes() == expected
+    assert kept.read_bytes() == b"left as it is"
+
+
+def test_a_folder_does_not_mix_settings(folder: Path, tmp_path: Path):
+    list(corrupt_folder(folder, tmp_path / "out", "fog", 2))
+    with pytest.raises(FileError, match=r"was made with severity=2, seed=0, not severity=3, seed=1"):
+        next(corrupt_folder(folder, tmp_path / "out", "fog", 3, seed=1))
+
+
+def test_a_broken_picture_stops_the_folder_and_leaves_no_part(folder: Path, tmp_path: Path):
+    (folder / "b" / "broken.png").write_bytes(b"no")
+    with pytest.raises(FileError, match=r"broken\.png cannot be read"):
+        list(corrupt_folder(folder, tmp_path / "out", "fog", 2))
+    assert not [name for name in tree(tmp_path / "out") if name.endswith(".part")]
+
+
+def test_folders_without_pictures_are_errors(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileError, match="has no pictures"):
+        next(corrupt_folder(tmp_path / "empty", tmp_path / "out", "fog", 1))
+    with pytest.raises(FileError, match="is not a folder"):
+        next(corrupt_folder(tmp_path / "absent", tmp_path / "out", "fog", 1))
+    Image.fromarray(picture(0)).save(tmp_path / "empty" / "one.png")
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(FileError, match="is a file; give a folder"):
+        next(corrupt_folder(tmp_path / "empty", tmp_path / "taken", "fog", 1))
+
+
+def cifar(count: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    images = np.stack([picture(n, 32, 32) for n in range(count)])
+    return torch.from_numpy(images).permute(0, 3, 1, 2), torch.arange(count) % 10
+
+
+def test_cifar_has_the_published_layout(tmp_path: Path):
+    images, labels = cifar()
+    names = ("fog", "frost", "jpeg_compression")
+    steps = list(corrupt_cifar(images, labels, tmp_path / "c", names=names, seed=4, chunk=4))
+    assert tree(tmp_path / "c") == ["corruption.json", "fog.npy", "frost.npy", "jpeg_compression.npy", "labels.npy"]
+    assert (steps[-1].done, steps[-1].total) == (90, 90)
+    made = np.load(tmp_path / "c" / "labels.npy", allow_pickle=False)
+    assert made.dtype == np.uint8
+    assert made.tolist() == labels.tolist() * 5
+    for name in names:
+        array = np.load(tmp_path / "c" / f"{name}.npy", allow_pickle=False)
+        assert array.shape == (30, 32, 32, 3)
+        assert array.dtype == np.uint8
+        for severity in range(1, 6):
+            expected = corrupt(images, name, severity, seed=4).permute(0, 2, 3, 1).numpy()
+            np.testing.assert_array_equal(array[(severity - 1) * 6 : severity * 6], expected)
+
+
+def test_cifar_goes_on_where_it_was_stopped_and_leaves_no_half_file(tmp_path: Path):
+    images, labels = cifar()
+    target = tmp_path / "c"
+    run = corrupt_cifar(images, labels, target, names=("fog", "contrast"), chunk=2)
+    for step in run:
+        if step.what == "contrast 3":
+            run.close()  # as an interrupt would
+    assert tree(target) == ["corruption.json", "fog.npy", "labels.npy"]
+    first = (target / "fog.npy").stat().st_mtime_ns
+    steps = list(corrupt_cifar(images, labels, target, names=("fog", "contrast"), chunk=2))
+    assert (steps[0].done, steps[0].total) == (30, 60)
+    assert (target / "fog.npy").stat().st_mtime_ns == first
+    assert tree(target) == ["contrast.npy", "corruption.json", "fog.npy", "labels.npy"]
+    with pytest.raises(FileError, match=r"was made with seed=0, not seed=1"):
+        next(corrupt_cifar(images, labels, target, seed=1))
+    with pytest.raises(FileError, match=r"was made with shape=\[6, 3, 32, 32\].*, not shape=\[5, 3, 32, 32\]"):
+        next(corrupt_cifar(images[:5], labels[:5], target))
+
+
+def test_cifar_checks_its_arguments(tmp_path: Path):
+    images, labels = cifar()
+    with pytest.raises(ValueError, match=r"`labels` must have one entry for each of 6 images, got \(5,\)"):
+        next(corrupt_cifar(images, labels[:5], tmp_path / "c"))
+    with pytest.raises(ValueError, match=r"`images` must be uint8 \(N, 3, H, W\)"):
+        next(corrupt_cifar(images.float(), labels, tmp_path / "c"))
+    with pytest.raises(ValueError, match="`name` must be one of"):
+        next(corrupt_cifar(images, labels, tmp_path / "c", names=("mist",)))
+    assert not (tmp_path / "c").exists()
+
+
+def test_imagenet_has_the_published_layout(tmp_path: Path):
+    source = tmp_path / "val"
+    for number, place in enumerate(["n01/a.JPEG", "n01/b.png", "n02/c.JPEG"]):
+        (source / place).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture(number, 120 + 20 * number, 150)).save(source / place)
+    target = tmp_path / "c"
+    steps = list(corrupt_imagenet(source, target, names=("contrast", "impulse_noise"), severities=(1, 4), seed=3))
+    assert (steps[-1].done, steps[-1].total) == (12, 12)
+    outputs = ["n01/a.JPEG", "n01/b.JPEG", "n02/c.JPEG"]
+    expected = [f"{n}/{s}/{o}" for n, s, o in itertools.product(("contrast", "impulse_noise"), (1, 4), outputs)]
+    assert tree(target) == sorted([*expected, "corruption.json"])
+    middle = files.cut_middle(files.read_picture(source / "n02/c.JPEG"))
+    assert middle.size == (224, 224)
+    wanted = corrupt(files.picture_tensor(middle)[None], "impulse_noise", 4, seed=3, samples=torch.tensor([2]))
+    files.save_picture(files.tensor_picture(wanted[0]), tmp_path / "wanted.JPEG", quality=85)
+    assert (target / "impulse_noise/4/n02/c.JPEG").read_bytes() == (tmp_path / "wanted.JPEG").read_bytes()
+    (target / "contrast/1/n01/a.JPEG").unlink()
+    steps = list(corrupt_imagenet(source, target, names=("contrast", "impulse_noise"), severities=(1, 4), seed=3))
+    assert [step.done for step in steps] == [11, 12]
+
+
+def test_imagenet_refuses_two_pictures_of_one_name(tmp_path: Path):
+    source = tmp_path / "val"
+    source.mkdir()
+    Image.fromarray(picture(0)).save(source / "a.JPEG")
+    Image.fromarray(picture(0)).save(source / "a.png")
+    with pytest.raises(FileError, match=r"two pictures that would both become a\.JPEG"):
+        next(corrupt_imagenet(source, tmp_path / "c"))
+
+
+def test_the_middle_is_cut_as_for_imagenet():
+    wide = files.cut_middle(Image.fromarray(picture(0, 100, 300)))
+    assert wide.size == (224, 224)
+    tall = Image.fromarray(picture(0, 512, 256))
+    expected = tall.crop((16, 144, 240, 368))
+    assert np.array_equal(np.asarray(files.cut_middle(tall)), np.asarray(expected))
+
+
+def test_the_gallery_shows_every_corruption_at_every_severity(tmp_path: Path):
+    Image.fromarray(picture(0, 32, 32)).save(tmp_path / "in.png")
+    write_gallery(tmp_path / "in.png", tmp_path / "gallery.png", seed=1)
+    sheet = np.asarray(Image.open(tmp_path / "gallery.png"))
+    image = read(tmp_path / "in.png")
+    step = 32 * 4 + 6  # four screen pixels for each pixel, and the gap
+    assert sheet.shape == (30 + 15 * step, 150 + 6 * step, 3)
+    for row, name in enumerate(CORRUPTIONS):
+        for column in range(6):
+            top, left = 30 + row * step, 150 + column * step
+            cell = sheet[top : top + 128 : 4, left : left + 128 : 4]
+            expected = image if column == 0 else corrupt(image[None], name, column, seed=1)[0]
+            np.testing.assert_array_equal(cell, expected.permute(1, 2, 0).numpy())
+        label = sheet[30 + row * step : 30 + row * step + 128, :145]
+        assert (label < 128).any()  # something is written beside the row
+
+
+def test_the_gallery_takes_large_gray_and_float_images(tmp_path: Path):
+    Image.fromarray(picture(0, 300, 400, gray=True)).save(tmp_path / "in.png")
+    write_gallery(tmp_path / "in.png", tmp_path / "gallery.png")
+    with Image.open(tmp_path / "gallery.png") as sheet:
+        assert sheet.size[1] < 30 + 15 * 160
+    small = torch.from_numpy(picture(0, 8, 8)).permute(2, 0, 1)
+    same = np.asarray(draw_gallery(small)) == np.asarray(draw_gallery(small.float() / 255))
+    assert same.all()
+    with pytest.raises(FileError, match=r"gallery\.jpg must end in \.png"):
+        write_gallery(tmp_path / "in.png", tmp_path / "gallery.jpg")
