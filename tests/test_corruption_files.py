@@ -139,6 +139,19 @@ def test_a_folder_does_not_mix_settings(folder: Path, tmp_path: Path):
         next(corrupt_folder(folder, tmp_path / "out", "fog", 3, seed=1))
 
 
+def test_a_folder_of_unknown_origin_is_left_alone(folder: Path, tmp_path: Path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "fog.npy").write_bytes(b"somebody's")
+    for run in (
+        corrupt_folder(folder, tmp_path / "theirs", "fog", 2),
+        corrupt_imagenet(folder, tmp_path / "theirs"),
+        corrupt_cifar(*cifar(), tmp_path / "theirs"),
+    ):
+        with pytest.raises(FileError, match=r"theirs is not empty and holds no corruption\.json"):
+            next(run)
+    assert tree(tmp_path / "theirs") == ["fog.npy"]
+
+
 def test_a_broken_picture_stops_the_folder_and_leaves_no_part(folder: Path, tmp_path: Path):
     (folder / "b" / "broken.png").write_bytes(b"no")
     with pytest.raises(FileError, match=r"broken\.png cannot be read"):
@@ -276,3 +289,70 @@ def test_the_gallery_takes_large_gray_and_float_images(tmp_path: Path):
     assert same.all()
     with pytest.raises(FileError, match=r"gallery\.jpg must end in \.png"):
         write_gallery(tmp_path / "in.png", tmp_path / "gallery.jpg")
+
+
+# --------------------------------------------------------------------------------------------------- the command line
+
+
+def run(*arguments: str | Path) -> int:
+    pytest.importorskip("typer")
+    from testtime import cli
+
+    return cli.run(["corrupt", *map(str, arguments), "--device", "cpu"])
+
+
+def test_the_command_corrupts_files_and_folders(folder: Path, tmp_path: Path):
+    assert run(folder / "zero.png", tmp_path / "fog.png", "--name", "fog", "--severity", "3", "--seed", "7") == 0
+    expected = corrupt(read(folder / "zero.png")[None], "fog", 3, seed=7)
+    assert torch.equal(read(tmp_path / "fog.png"), expected[0])
+    assert run(folder, tmp_path / "out", "--name", "contrast", "--severity", "5", "--scale", "imagenet") == 0
+    expected = corrupt(read(folder / "a/two.png")[None], "contrast", 5, scale="imagenet")
+    assert torch.equal(read(tmp_path / "out/a/two.png"), expected[0])
+    assert run("--gallery", folder / "zero.png", tmp_path / "gallery.png") == 0
+    assert (tmp_path / "gallery.png").is_file()
+
+
+def test_the_command_makes_whole_sets(tmp_path: Path):
+    images, labels = cifar(10_000 // 50)
+    records = np.concatenate([labels.numpy()[:, None].astype(np.uint8), images.flatten(1).numpy()], 1)
+    (tmp_path / "cifar-10-batches-bin").mkdir()
+    np.tile(records, (50, 1)).tofile(tmp_path / "cifar-10-batches-bin" / "test_batch.bin")
+    target = tmp_path / "c"
+    next(corrupt_cifar(images.repeat(50, 1, 1, 1), labels.repeat(50), target))
+    for name in CORRUPTIONS:  # all but one are finished, so that the test is quick
+        if name != "contrast":
+            (target / f"{name}.npy").write_bytes(b"")
+    assert run(tmp_path / "cifar-10-batches-bin", target, "--all") == 0
+    made = np.load(target / "contrast.npy", mmap_mode="r", allow_pickle=False)
+    assert made.shape == (50_000, 32, 32, 3)
+    expected = corrupt(images[:4], "contrast", 5).permute(0, 2, 3, 1).numpy()
+    np.testing.assert_array_equal(made[40_000:40_004], expected)
+    assert np.load(target / "labels.npy", allow_pickle=False).shape == (50_000,)
+
+
+def test_the_command_makes_imagenet_of_a_folder(tmp_path: Path):
+    (tmp_path / "val/n01").mkdir(parents=True)
+    Image.fromarray(picture(0)).save(tmp_path / "val/n01/a.JPEG")
+    assert run(tmp_path / "val", tmp_path / "c", "--all") == 0
+    made = [f"{name}/{severity}/n01/a.JPEG" for name in CORRUPTIONS for severity in range(1, 6)]
+    assert tree(tmp_path / "c") == sorted([*made, "corruption.json"])
+
+
+def test_the_command_fails_in_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    zero = folder / "zero.png"
+    for arguments, code, words in [
+        ((zero, tmp_path / "o.png", "--name", "mist"), 2, "`name` must be one of"),
+        ((zero, tmp_path / "o.png", "--name", "fog", "--severity", "6"), 2, "--severity"),
+        ((zero, tmp_path / "o.png"), 2, "give one of --name, --all and --gallery"),
+        ((zero, tmp_path / "o.png", "--name", "fog", "--all"), 2, "give one of"),
+        ((zero, zero, "--name", "fog"), 1, "is the input"),
+        ((tmp_path / "absent.png", tmp_path / "o.png", "--name", "fog"), 1, "does not exist"),
+        ((zero, tmp_path / "o.png", "--name", "frost", "--frost", tmp_path), 1, "has no frost1.png"),
+        ((tmp_path / "absent", tmp_path / "o", "--all"), 1, "is not a folder"),
+    ]:
+        capsys.readouterr()
+        assert run(*arguments) == code
+        said = capsys.readouterr().err.strip().splitlines()
+        assert words in said[-1]
+        assert len(said) == 1
+    assert not (tmp_path / "o.png").exists()

@@ -14,6 +14,7 @@ from testtime.corruptions.files import (
     corrupt_file,
     corrupt_folder,
     corrupt_imagenet,
+    corrupt_path,
 )
 from testtime.corruptions.gallery import draw_gallery, write_gallery
 from testtime.corruptions.noise import NoiseName
@@ -42,6 +43,7 @@ __all__ = [
     "corrupt_folder",
     "corrupt_imagenet",
     "corrupt_noise",
+    "corrupt_path",
     "draw_gallery",
     "resolve_scale",
     "severity_level",

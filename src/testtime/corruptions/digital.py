@@ -150,6 +150,10 @@ def pixelate(images: Tensor, level: float) -> Tensor:
     return images[:, :, down][..., across]
 
 
+# Pillow holds Python's lock around a small picture for longer than it releases it: threads would only wait.
+_THREADED_VALUES = 1 << 14
+
+
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -166,7 +170,7 @@ def _jpeg_block(pictures: np.ndarray, quality: int) -> None:
 
 
 def jpeg_compression(images: Tensor, level: int) -> Tensor:
-    """Compress with JPEG and expand again. Pillow does it, on the CPU, in threads.
+    """Compress with JPEG and expand again. Pillow does it, on the CPU, in threads where pictures are large.
 
     Args:
         images: Float pixels, whole numbers 0 to 255, `(N, C, H, W)`.
@@ -179,8 +183,11 @@ def jpeg_compression(images: Tensor, level: int) -> Tensor:
     if not len(pictures):
         return images
     view = pictures[..., 0] if pictures.shape[-1] == 1 else pictures
-    block = max(1, math.ceil(len(view) / 32))
-    jobs = [_threads().submit(_jpeg_block, view[at : at + block], level) for at in range(0, len(view), block)]
-    for job in jobs:
-        job.result()
+    if view[0].size < _THREADED_VALUES:
+        _jpeg_block(view, level)
+    else:
+        block = max(1, math.ceil(len(view) / 32))
+        jobs = [_threads().submit(_jpeg_block, view[at : at + block], level) for at in range(0, len(view), block)]
+        for job in jobs:
+            job.result()
     return torch.from_numpy(pictures).to(images.device).permute(0, 3, 1, 2).to(torch.float32)

@@ -197,6 +197,43 @@ def corrupt_folder(
     yield from _corrupt_pictures(source, pictures, pictures, jobs, _as_it_is, 95, seed, scale, frost, device)
 
 
+def corrupt_path(
+    source: PathLike,
+    target: PathLike,
+    name: str,
+    severity: int,
+    *,
+    seed: int = 0,
+    scale: Scale = "auto",
+    frost: PathLike | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[Progress]:
+    """Corrupt a picture or a folder of pictures, whichever the source is.
+
+    Args:
+        source: Picture or folder to read.
+        target: Picture or folder to write.
+        name: One of `CORRUPTIONS`.
+        severity: 1 to 5.
+        seed: Seed of the draws.
+        scale: Whose parameters: "cifar", "imagenet", or "auto" by each picture's size.
+        frost: Folder with frost photographs; textures made by code if not given.
+        device: Where to work.
+
+    Yields:
+        Progress in pictures.
+
+    Raises:
+        FileError: As `corrupt_file` and `corrupt_folder`.
+        ValueError: If an argument is not one of the above.
+    """
+    if Path(source).is_dir():
+        yield from corrupt_folder(source, target, name, severity, seed=seed, scale=scale, frost=frost, device=device)
+    else:
+        made = corrupt_file(source, target, name, severity, seed=seed, scale=scale, frost=frost, device=device)
+        yield Progress(1, 1, str(made))
+
+
 def corrupt_imagenet(
     source: PathLike,
     target: PathLike,
@@ -417,6 +454,8 @@ def _agree(target: Path, settings: dict[str, object]) -> None:
                 + "; choose another folder."
             )
         return
+    if target.is_dir() and any(target.iterdir()):
+        raise FileError(f"{target} is not empty and holds no {_SETTINGS} of an earlier run; choose another folder.")
     try:
         write_whole(note, json.dumps(settings, indent=2) + "\n")
     except OSError as error:
