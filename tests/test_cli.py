@@ -1,0 +1,386 @@
+"""The command line, run for real: results, exit codes, one-line errors, killed and distributed trainings."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from testtime import cli, data
+from testtime.networks import resnet26
+
+TINY = [
+    "train",
+    "--data",
+    "digits",
+    "--depth",
+    "8",
+    "--limit",
+    "48",
+    "--batch",
+    "16",
+    "--epochs",
+    "3",
+    "--device",
+    "cpu",
+]
+
+
+def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | variables
+    command = [sys.executable, "-m", "testtime", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8", env=environment
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no checkpoint within a minute"
+        time.sleep(0.01)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    code = cli.run([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network trained for one epoch by the command line."""
+    folder = tmp_path_factory.mktemp("run")
+    assert cli.run([*TINY, "--epochs", "1", "--out", str(folder)]) == 0
+    return folder / "network.safetensors"
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number, image in enumerate(data.open("digits").images(slice(3))):
+        Image.fromarray(image[0].numpy()).resize((40, 30)).convert("RGB").save(folder / f"{number}.png")
+    return folder
+
+
+def test_help_names_every_command_without_waiting_for_torch() -> None:
+    code = (
+        "import sys, testtime; before = 'torch' in sys.modules; from testtime import cli; code = cli.run(['--help']);"
+        "assert code == 0 and ('torch' in sys.modules) == before"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in ("train", "predict", "info"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "predict", "info"])
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    code, out, _ = run(capsys, command, "--help")
+    assert code == 0
+    assert f"testtime {command} " in out
+    assert "Example" in out
+
+
+def test_without_typer_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None; import testtime.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: the command line needs typer: pip install 'testtime[cli]'\n"
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    from importlib.metadata import version
+
+    assert run(capsys, "--version") == (0, f"testtime {version('testtime')}\n", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["--nonsense"],
+        ["train"],
+        ["train", "--out", "x", "--method", "magic"],
+        ["train", "--out", "x", "--epochs", "0"],
+        ["train", "--out", "x", "--epochs", "many"],
+        ["train", "--out", "x", "--lr", "-1"],
+        ["train", "--out", "x", "--depth", "9"],
+        ["train", "--out", "x", "--data", "no-such-data"],
+        ["train", "--out", "x", "--method", "uda"],
+        ["train", "--out", "x", "--target", "digits"],
+        ["train", "--out", "x", "--method", "uda", "--target", "no-such-set"],
+        ["train", "--out", "x", "--device", "abacus"],
+        ["predict"],
+        ["predict", "x.png", "--threshold", "2"],
+        ["info"],
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert re.fullmatch(r"error: [^\n]+\n", err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_failures_are_one_line_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, network: Path, pictures: Path
+) -> None:
+    fake = tmp_path / "fake.png"
+    fake.write_text("I am a text\nof two lines")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(network.read_bytes()[:-9])
+    for arguments in (
+        ["predict", fake, "-c", network],
+        ["predict", tmp_path / "missing.png", "-c", network],
+        ["predict", tmp_path / "empty", "-c", network],
+        ["predict", pictures, "-c", cut],
+        ["predict", pictures, "-c", tmp_path / "missing"],
+        ["info", cut],
+        ["info", fake],
+        ["train", "--data", "cifar10", "--data-root", tmp_path, "--out", tmp_path / "run"],
+        [*TINY, "--out", tmp_path / "file"],
+        [*TINY, "--lr", "1e30", "--out", tmp_path / "burnt"],
+    ):
+        code, out, err = run(capsys, *arguments)
+        assert code == 1, arguments
+        assert out == ""
+        assert re.fullmatch(r"error: [^\n]+\n", err), err
+    assert run(capsys, "predict", fake, "-c", network)[2] == f"error: {fake}: not a picture in a known format\n"
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "line"),
+    [
+        (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device\n"),
+        (RuntimeError("CUDA out of memory.\nTried to allocate"), 1, "error: CUDA out of memory. Tried to allocate\n"),
+        (MemoryError(), 1, "error: MemoryError\n"),
+        (KeyboardInterrupt(), 130, "stopped\n"),
+    ],
+)
+def test_whatever_goes_wrong_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, failure: BaseException, code: int, line: str
+) -> None:
+    def fail(source: str) -> None:
+        raise failure
+
+    monkeypatch.setattr("testtime.predict.summarise", fail)
+    assert run(capsys, "info", "x") == (code, "", line)
+    if isinstance(failure, Exception):
+        monkeypatch.setenv("TESTTIME_DEBUG", "1")
+        with pytest.raises(type(failure)):
+            cli.run(["info", "x"])
+
+
+def test_without_a_shipped_network_predict_says_how_to_get_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pictures: Path
+) -> None:
+    monkeypatch.setattr("testtime.networks.ynet.shipped", lambda: ())
+    code, _, err = run(capsys, "predict", pictures)
+    assert code == 1
+    assert "testtime train" in err
+
+
+def test_predict_uses_the_shipped_network_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from testtime.predict import default_network
+
+    monkeypatch.setattr("testtime.networks.ynet.shipped", lambda: ("a-digits", "b-cifar10", "c-cifar10"))
+    assert default_network() == "b-cifar10"
+    monkeypatch.setattr("testtime.networks.ynet.shipped", lambda: ("a-digits", "b-faces"))
+    assert default_network() == "a-digits"
+
+
+# Predict and info ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["episodic", "online"])
+def test_predict_prints_what_the_adapter_says(
+    capsys: pytest.CaptureFixture[str], network: Path, pictures: Path, mode: str
+) -> None:
+    from testtime.adapt import Episodic, Online
+    from testtime.networks import load
+    from testtime.predict import fit_for
+
+    options = [
+        "--steps",
+        "2",
+        "--lr",
+        "0.01",
+        "--copies",
+        "8",
+        "--seed",
+        "3",
+        *(["--online"] if mode == "online" else []),
+    ]
+    code, out, err = run(capsys, "predict", pictures, "-c", network, "--device", "cpu", "--json", *options)
+    assert (code, err) == (0, "")
+    document = json.loads(out)
+    assert document["network"] == str(network)
+
+    net = load(network)
+    kind = Online if mode == "online" else Episodic
+    adapter = kind(net, steps=2, lr=0.01, copies=8, seed=3)
+    for number, answer in enumerate(document["answers"]):
+        file = pictures / f"{number}.png"
+        expected = adapter.predict(fit_for(net.card, file)[None])
+        before, after = expected.logits_before.softmax(1)[0], expected.logits.softmax(1)[0]
+        assert answer["image"] == str(file)
+        assert answer["before"] == str(int(before.argmax()))
+        assert answer["after"] == str(int(after.argmax()))
+        assert answer["before_probability"] == pytest.approx(float(before.max()))
+        assert answer["after_probability"] == pytest.approx(float(after.max()))
+        assert answer["change"] == pytest.approx(float((after - before)[after.argmax()]))
+        assert answer["adapted"] is True
+    assert len(document["answers"]) == 3
+
+
+def test_predict_prints_one_line_a_picture(capsys: pytest.CaptureFixture[str], network: Path, pictures: Path) -> None:
+    code, out, _ = run(capsys, "predict", pictures / "1.png", pictures / "0.png", "-c", network, "--threshold", "0")
+    assert code == 0
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines] == [str(pictures / "1.png"), str(pictures / "0.png")]
+    for line in lines:
+        assert re.search(r"\d \d+\.\d% → \d \d+\.\d%  \+0\.0%  \(not adapted\)$", line)
+
+
+def test_a_picture_is_cut_to_its_central_square_and_made_gray(tmp_path: Path) -> None:
+    from testtime.predict import fit_for
+
+    wide = Image.new("RGB", (48, 16), "red")
+    wide.paste((0, 255, 0), (16, 0, 32, 16))  # the central square is green
+    wide.save(tmp_path / "wide.png")
+    colour = fit_for(resnet26(2, depth=8, size=16).card, tmp_path / "wide.png")
+    assert torch.equal(colour, torch.tensor([0, 255, 0], dtype=torch.uint8).view(3, 1, 1).expand(3, 16, 16))
+    gray = fit_for(resnet26(2, depth=8, size=16, channels=1).card, tmp_path / "wide.png")
+    assert torch.equal(gray, torch.full((1, 16, 16), 150, dtype=torch.uint8))  # 0.587 · 255
+
+
+def test_info_counts_and_tells(capsys: pytest.CaptureFixture[str], network: Path) -> None:
+    code, out, _ = run(capsys, "info", network, "--json")
+    assert code == 0
+    summary = json.loads(out)
+    net = resnet26(10, depth=8, channels=1, size=16)
+    counts = {
+        part: sum(p.numel() for p in getattr(net, part).parameters()) for part in ("encoder", "classifier", "ssl")
+    }
+    assert summary["parameters"] == counts | {"total": sum(counts.values())}
+    assert summary["classes"] == list("0123456789")
+    assert summary["training"]["recipe"]["method"] == "joint"
+    assert summary["training"]["epochs"] == 1
+    code, out, _ = run(capsys, "info", network)
+    assert code == 0
+    for text in ("resnet26", f"{counts['encoder']:,}", "rotation", "joint, 1 epochs", "digits[48]", "mean 0.5"):
+        assert text in out
+
+
+def test_info_reads_networks_that_only_their_owner_can_build(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from testtime.networks import YNet
+
+    net = YNet(torch.nn.BatchNorm2d(3), torch.nn.Linear(5, 2), torch.nn.Linear(5, 4))
+    net.save(tmp_path / "own.safetensors")
+    code, out, _ = run(capsys, "info", tmp_path / "own.safetensors")
+    assert code == 0
+    assert "custom" in out
+    assert "encoder 6, classifier 12, ssl 24" in out
+    assert "no record" in out
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def test_training_shows_plain_progress_in_a_pipe_and_refuses_other_settings(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, err = run(capsys, *TINY, "--out", tmp_path)
+    assert code == 0
+    assert out.startswith(f"{tmp_path / 'network.safetensors'}: epoch 3, loss ")
+    assert re.fullmatch(r"train  9/9  .*epoch 3, loss [^\n]*\n", err)
+    assert "\x1b" not in err
+    code, _, err = run(capsys, *TINY, "--lr", "0.2", "--seed", "1", "--out", tmp_path)
+    assert code == 1
+    assert "recipe.lr: 0.1 there, 0.2 now" in err
+    assert "recipe.seed: 0 there, 1 now" in err
+
+
+def test_every_method_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for method, extra in (("plain", []), ("alp", ["--bf16"]), ("uda", ["--target", "digits"])):
+        code, _, err = run(
+            capsys, *TINY, "--limit", "16", "--epochs", "1", "--method", method, *extra, "--out", tmp_path / method
+        )
+        assert code == 0, err
+        record = json.loads((tmp_path / method / "record.json").read_text())
+        assert record["configuration"]["recipe"]["method"] == method
+
+
+def test_a_killed_training_goes_on_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*TINY, "--limit", "128", "--epochs", "4"]
+    process = start(*arguments, "--out", str(tmp_path / "killed"))
+    try:
+        wait_for(tmp_path / "killed" / "checkpoint.safetensors", process)
+    finally:
+        process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed" / "network.safetensors").exists()
+    for name in ("killed", "whole"):
+        assert run(capsys, *arguments, "--out", tmp_path / name)[0] == 0
+    killed, whole = (load_file(tmp_path / name / "network.safetensors") for name in ("killed", "whole"))
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, killed[name]), name
+    assert not list((tmp_path / "killed").glob(".*"))
+
+
+def test_interrupting_is_one_line_and_exit_code_130(tmp_path: Path) -> None:
+    process = start(*TINY, "--epochs", "1000", "--out", str(tmp_path))
+    wait_for(tmp_path / "checkpoint.safetensors", process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert err.splitlines()[-1] == "stopped"
+    assert "Traceback" not in err
+
+
+def test_two_processes_train_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    together = [
+        start(*TINY, "--out", str(tmp_path / "two"), WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank,
+              MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for rank in "01"
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120) for process in together]
+    assert [process.returncode for process in together] == [0, 0], outputs
+    assert outputs[1] == ("", "")  # the first process speaks for both
+    assert run(capsys, *TINY, "--out", tmp_path / "one")[0] == 0
+    two, one = (json.loads((tmp_path / name / "record.json").read_text()) for name in ("two", "one"))
+    assert two["hardware"]["processes"] == 2
+    assert two["configuration"] == one["configuration"]
+    for key, slack in (("loss", 0), ("main", 0), ("task", 0), ("train_error", 1 / 48), ("test_error", 2 / 500)):
+        curves = [[entry[key] for entry in record["epochs"]] for record in (two, one)]
+        assert curves[0] == pytest.approx(curves[1], rel=1e-4, abs=slack), key  # rounding may tip an image or two
+    networks = [load_file(tmp_path / name / "network.safetensors") for name in ("two", "one")]
+    for name, tensor in networks[1].items():
+        torch.testing.assert_close(networks[0][name], tensor, rtol=0, atol=1e-3)
