@@ -91,7 +91,7 @@ def poisson(rates: Tensor, draws: Draws) -> Tensor:
 
     Rates of 10 and more use Giles' normal expansion of the Poisson quantile (2016). Smaller ones are the sum of two
     counts: one of the rate rounded down to an eighth, from an alias table (Walker 1977), and one of the rest, which is
-    nearly always 0, by inversion.
+    nearly always 0, by inversion. One normal number for each count serves either way.
 
     Args:
         rates: Non-negative float32, `(N, ...)`.
@@ -100,39 +100,51 @@ def poisson(rates: Tensor, draws: Draws) -> Tensor:
     Returns:
         Counts as float32, `(N, ...)`.
     """
-    shape = rates.shape[1:]
-    counts: Tensor | None = None
+    deviate = draws.normal(*rates.shape[1:])
+    if not rates.numel():
+        return rates
     low, high = (float(bound) for bound in torch.aminmax(rates))
-    if high >= _SMALL:
-        deviate = draws.purpose("many").normal(*shape)
-        root = rates.sqrt()
-        square = deviate * deviate
-        counts = rates + root * deviate + (square + 2) / 6 - deviate * (square + 2) / (72 * root)
-        counts = counts.floor_().clamp_(min=0)
-    if low < _SMALL:
-        few = _few(rates.clamp(max=_SMALL - 2**-20), draws)
-        counts = few if counts is None else torch.where(rates < _SMALL, few, counts)
-    assert counts is not None
-    return counts
+    many = _many(rates, deviate) if high >= _SMALL else None
+    if low >= _SMALL and many is not None:
+        return many
+    few = _few(rates.clamp(max=_SMALL - 2**-20), deviate)
+    return few if many is None else torch.where(rates < _SMALL, few, many)
 
 
-def _few(rates: Tensor, draws: Draws) -> Tensor:
+def _many(rates: Tensor, deviate: Tensor) -> Tensor:
+    """Counts for rates from `_SMALL`."""
+    root = rates.sqrt()
+    square = deviate * deviate + 2
+    counts = root * deviate
+    counts += rates
+    counts += square / 6
+    square *= deviate
+    counts -= square.div_(root.mul_(72))
+    return counts.floor_().clamp_(min=0)
+
+
+def _few(rates: Tensor, deviate: Tensor) -> Tensor:
     """Counts for rates below `_SMALL`."""
     keep, other = (table.to(rates.device) for table in _alias_tables())
-    shape = rates.shape[1:]
-    row = (rates / _GRID).floor_()
+    row = (rates * (1 / _GRID)).floor_()
     rest = rates - row * _GRID
-    ticket = draws.purpose("few").uniform(*shape) * _OUTCOMES
-    column = ticket.floor()
-    entry = (row * _OUTCOMES + column).to(torch.int32)
-    counts = torch.where(ticket - column < keep[entry], column, other[entry])
+    # The normal number's rank is uniform. It picks a column, then one of the column's two outcomes; how far it lies
+    # within that outcome's share is uniform again, and decides on the rest.
+    ticket = torch.erf(deviate * math.sqrt(0.5)).add_(1).mul_(_OUTCOMES / 2)
+    column = ticket.floor().clamp_(max=_OUTCOMES - 1)
+    share = ticket.sub_(column)
+    entry = row.mul_(_OUTCOMES).add_(column).to(torch.int32)
+    bound = keep[entry]
+    first = share < bound
+    counts = torch.where(first, column, other[entry])
+    chance = torch.where(first, share / bound, (share - bound) / (1 - bound)).clamp_(max=1 - 2**-20)
     # The rest is below an eighth: more than four is one in 10⁷.
-    chance = draws.purpose("rest").uniform(*shape)
     term = torch.exp(-rest)
     total = term.clone()
     for count in range(1, 5):
         counts += chance >= total
-        term = term * rest / count
+        term *= rest
+        term /= count
         total += term
     return counts
 

@@ -72,8 +72,10 @@ _WITH_CHANCE: dict[str, Callable[[Tensor, Any, Draws], Tensor]] = {
     "fog": weather.fog,
 }
 
-# Values worked on at once: on a CPU what stays in its caches, on a GPU what keeps it busy.
+# Values worked on at once: on a CPU what stays in its caches, on a GPU what keeps it busy. Motion sorts its images by
+# direction and wants many of a kind.
 _CPU_VALUES = 1 << 19
+_CPU_VALUES_OF = {"motion_blur": 1 << 21, "snow": 1 << 21}
 _GPU_VALUES = 1 << 25
 
 
@@ -187,7 +189,8 @@ def corrupt_chunks(
     level = _LEVELS[name][resolved][severity - 1]
     where = images.device if device is None else torch.device(device)
     textures = frost_textures(resolved, (height, width), frost, where) if name == "frost" else []
-    step = chunk or max(1, (_CPU_VALUES if where.type == "cpu" else _GPU_VALUES) // max(1, channels * height * width))
+    values = _CPU_VALUES_OF.get(name, _CPU_VALUES) if where.type == "cpu" else _GPU_VALUES
+    step = chunk or max(1, values // (channels * height * width))
     with torch.no_grad():
         for start in range(0, count, step):
             part = slice(start, min(start + step, count))
