@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from testtime import cli, data
 from testtime.networks import resnet26
+from testtime.predict import default_network, fit_for
 
 TINY = [
     "train",
@@ -183,7 +184,7 @@ def test_whatever_goes_wrong_is_one_line(
     def fail(source: str) -> None:
         raise failure
 
-    monkeypatch.setattr("testtime.predict.summarise", fail)
+    monkeypatch.setattr(sys.modules["testtime.predict"], "summarise", fail)
     assert run(capsys, "info", "x") == (code, "", line)
     if isinstance(failure, Exception):
         monkeypatch.setenv("TESTTIME_DEBUG", "1")
@@ -201,8 +202,6 @@ def test_without_a_shipped_network_predict_says_how_to_get_one(
 
 
 def test_predict_uses_the_shipped_network_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from testtime.predict import default_network
-
     monkeypatch.setattr("testtime.networks.ynet.shipped", lambda: ("a-digits", "b-cifar10", "c-cifar10"))
     assert default_network() == "b-cifar10"
     monkeypatch.setattr("testtime.networks.ynet.shipped", lambda: ("a-digits", "b-faces"))
@@ -218,7 +217,6 @@ def test_predict_prints_what_the_adapter_says(
 ) -> None:
     from testtime.adapt import Episodic, Online
     from testtime.networks import load
-    from testtime.predict import fit_for
 
     options = [
         "--steps",
@@ -263,7 +261,6 @@ def test_predict_prints_one_line_a_picture(capsys: pytest.CaptureFixture[str], n
 
 
 def test_a_picture_is_cut_to_its_central_square_and_made_gray(tmp_path: Path) -> None:
-    from testtime.predict import fit_for
 
     wide = Image.new("RGB", (48, 16), "red")
     wide.paste((0, 255, 0), (16, 0, 32, 16))  # the central square is green

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn import functional as F
 
-from testtime import train as training
 from testtime.augment import CropFlip
 from testtime.data.sets import TensorSet
 from testtime.networks import CheckpointError, YNet, load, resnet26
 from testtime.networks.ynet import Card
 from testtime.randomness import Draws
 from testtime.tasks import Rotation
-from testtime.train import Batch, Recipe, TrainingError, shuffle, train
+from testtime.train import Batch, Progress, Recipe, Trainer, TrainingError, shuffle, train
 
+training = importlib.import_module("testtime.train")
 CLASSES = 3
 
 
@@ -206,12 +208,12 @@ def test_uda_trains_on_the_target_set() -> None:
 # Order and schedule --------------------------------------------------------------------------------------------------
 
 
-def trainer(count: int = 26, target: int = 0, **changes: Any) -> training.Trainer:
+def trainer(count: int = 26, target: int = 0, **changes: Any) -> Trainer:
     device = torch.device("cpu")
     pool = training._Pool("images", *pictures(count), device)
     other = training._Pool("target", pictures(target)[0], None, device) if target else None
     recipe = replace(SHORT, method="uda" if target else "joint", **changes)
-    return training.Trainer(small_net(), recipe, pool, other)
+    return Trainer(small_net(), recipe, pool, other)
 
 
 def test_an_epoch_shows_every_image_at_most_once_in_an_order_of_its_own() -> None:
@@ -291,6 +293,23 @@ def test_data_that_does_not_fit_is_refused(images: Tensor, labels: Tensor | None
         train(small_net(), images, labels, SHORT)
 
 
+@pytest.mark.parametrize("method", ["plain", "joint", "alp", "uda"])
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_a_step_reads_nothing_back(method: Any, norm: str) -> None:
+    """What a CUDA graph needs: tensors without numbers go through a step, and only the reading fails."""
+    with FakeTensorMode():
+        images, labels = torch.empty(26, 1, 8, 8, dtype=torch.uint8), torch.empty(26, dtype=torch.int64)
+        pool = training._Pool("images", images, labels, torch.device("cpu"))
+        other = training._Pool("target", images[:9], None, torch.device("cpu")) if method == "uda" else None
+        net = small_net(norm)
+        one = Trainer(net, replace(SHORT, method=method, bf16=True), pool, other)
+        net.train()
+        for indices, number, pixels in one.batches(1):
+            one.step(indices, number, pixels)
+        with pytest.raises(DataDependentOutputException):
+            one.read()
+
+
 # Sets, precision, progress -------------------------------------------------------------------------------------------
 
 
@@ -333,7 +352,7 @@ class Stop(Exception):
     pass
 
 
-def stop_at(step: int) -> training.Progress:
+def stop_at(step: int) -> Progress:
     def report(done: int, total: int, text: str) -> None:
         if done == step:
             raise Stop

@@ -47,6 +47,7 @@ def run(arguments: list[str]) -> int:
     """
     try:
         code = app(args=arguments or ["--help"], prog_name="testtime", standalone_mode=False)
+        sys.stdout.flush()
         if code == 130:
             print("stopped", file=sys.stderr)
         return code if isinstance(code, int) else 0
@@ -337,21 +338,20 @@ def train(
       torchrun --nproc-per-node 4 -m testtime train --data cifar10 --out runs/c
     """
     from testtime import data as datasets
-    from testtime import train as training
+    from testtime.train import is_first, prepare, process_group, tell
+    from testtime.train import train as train_network
 
     if (target is not None) != (method == "uda"):
         raise typer.BadParameter("uda needs a target set, and only uda takes one.", param_hint="--target")
     changes: dict[str, Any] = {"lr": lr, "batch": batch, "method": method, "bf16": bf16}
-    with training.process_group(pick_device(device)) as place, contextlib.ExitStack() as stack:
-        first = training.is_first()
+    with process_group(pick_device(device)) as place, contextlib.ExitStack() as stack:
+        first = is_first()
         report = stack.enter_context(progress("train")) if first else None
         with as_bad_arguments(datasets.DataError):
-            setup = training.prepare(
-                data, network, depth=depth, norm=norm, size=size, seed=seed, root=data_root, limit=limit
-            )
+            setup = prepare(data, network, depth=depth, norm=norm, size=size, seed=seed, root=data_root, limit=limit)
             unlabelled = None if target is None else datasets.open(target, data_root)
             recipe = setup.recipe.change(epochs=epochs, **changes)
-        net = training.train(
+        net = train_network(
             setup.net.to(place),
             setup.source,
             recipe=recipe,
@@ -361,7 +361,7 @@ def train(
             progress=report,
         )
     if first:
-        typer.echo(f"{out / 'network.safetensors'}: {training.tell(net.card.record['epochs'][-1])}")
+        typer.echo(f"{out / 'network.safetensors'}: {tell(net.card.record['epochs'][-1])}")
 
 
 @app.command()
@@ -401,24 +401,25 @@ def predict(
     import json
     from dataclasses import asdict
 
-    from testtime import predict as predicting
     from testtime.networks import load
+    from testtime.predict import default_network, find_pictures, prepare_adapter, tell
+    from testtime.predict import predict as predict_pictures
 
     place = pick_device(device)
-    pictures = predicting.find_pictures(images)
-    name = checkpoint or predicting.default_network()
+    pictures = find_pictures(images)
+    name = checkpoint or default_network()
     net = load(name).to(place)
     together = 16 if place.startswith("cuda") and not online else 1
     with as_bad_arguments():
-        adapter = predicting.prepare_adapter(
+        adapter = prepare_adapter(
             net, online, together, steps=steps, lr=lr, copies=copies, threshold=threshold, seed=seed
         )
-    answers = predicting.predict(adapter, net.card, pictures, together)
+    answers = predict_pictures(adapter, net.card, pictures, together)
     if as_json:
         typer.echo(json.dumps({"network": name, "answers": [asdict(answer) for answer in answers]}, indent=1))
         return
     for answer in answers:
-        typer.echo(predicting.tell(answer))
+        typer.echo(tell(answer))
 
 
 @app.command()
@@ -433,10 +434,10 @@ def info(
     """
     import json
 
-    from testtime import predict as predicting
+    from testtime.predict import summarise, tell_summary
 
-    summary = predicting.summarise(checkpoint)
-    typer.echo(json.dumps(summary, indent=1) if as_json else predicting.tell_summary(summary))
+    summary = summarise(checkpoint)
+    typer.echo(json.dumps(summary, indent=1) if as_json else tell_summary(summary))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -928,7 +928,9 @@ def process_group(device: str) -> Iterator[torch.device]:
     if place.type == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(place)
-    distributed.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        distributed.init_process_group("nccl", device_id=place)
+    else:
+        distributed.init_process_group("gloo")
     try:
         yield place
     finally:
