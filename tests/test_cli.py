@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -206,6 +207,36 @@ def test_predict_uses_the_shipped_network_unless_told(monkeypatch: pytest.Monkey
     assert default_network() == "b-cifar10"
     monkeypatch.setattr("testtime.networks.ynet.shipped", lambda: ("a-digits", "b-faces"))
     assert default_network() == "a-digits"
+
+
+def test_progress_in_a_pipe_is_plain_lines_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    for every, expected in ((0.0, ["read  0/3", "read  1/3", "read  2/3", "read  3/3"]), (1000.0, ["read  3/3"])):
+        with cli.progress("read", every) as report:
+            for done in range(4):
+                report(done, 3, "words")
+        lines = capsys.readouterr().err.splitlines()
+        assert [line[:9] for line in lines] == expected
+        assert all(line.endswith("  words") for line in lines)
+
+
+def test_progress_in_a_terminal_is_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for name in ("NO_COLOR", "CI", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with cli.progress("read") as report:
+        report(0, 0, "wait")
+        report(1, 3)
+        report(3, 3, "words")
+    written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    assert "\x1b" in terminal.getvalue()
+    assert re.search(r"read .*3/3 .* words", written)
 
 
 # Predict and info ----------------------------------------------------------------------------------------------------

@@ -708,8 +708,11 @@ class _Folder:
             return
         about = {"format": _FORMAT, "configuration": self.configuration, "history": history}
         tensors = {name: tensor.cpu().contiguous() for name, tensor in trainer.state().items()}
-        with whole_file(self.checkpoint) as temporary:
-            save_file(tensors, temporary, metadata={_KEY: json.dumps(about)})
+        try:
+            with whole_file(self.checkpoint) as temporary:
+                save_file(tensors, temporary, metadata={_KEY: json.dumps(about)})
+        except SafetensorError as error:  # its way of saying that the disk is full
+            raise OSError(f"{self.checkpoint}: cannot be written ({error})") from None
         self._write_record(history, trainer.device)
 
     def _write_record(self, history: list[dict[str, Any]], device: torch.device) -> None:
@@ -776,15 +779,31 @@ def _record(configuration: dict[str, Any], history: list[dict[str, Any]], device
         "configuration": configuration,
         "epochs": copy.deepcopy(history),
         "seconds": round(sum(entry["seconds"] for entry in history), 3),
+        **describe_machine(device),
+    }
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """What a number was measured with: versions and hardware, as plain text and numbers."""
+    return {
         "versions": {name: _version(name) for name in ("testtime", "torch", "numpy")}
         | {"python": platform.python_version()},
         "hardware": {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "processor": _processor(),
             "machine": f"{platform.system()} {platform.machine()}",
             "threads": torch.get_num_threads(),
             "processes": _world(),
         },
     }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:  # elsewhere the platform module knows
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _version(name: str) -> str:
