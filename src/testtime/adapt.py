@@ -14,7 +14,8 @@ remember:
     Fixed     nothing is learned: the network as it is
     Episodic  every image is its own episode and is forgotten afterwards (the paper's standard version)
     Online    images are a stream: one update each, in the order given, and the state lives on
-    Streams   S such streams, stepped together
+
+`Streams` (streams.py) are many online ones, stepped together.
 
 An image is predicted after the update it caused. No adapter ever sees a label or changes the network it was given.
 """
@@ -25,11 +26,11 @@ import copy
 import hashlib
 import json
 import logging
-import math
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -38,17 +39,15 @@ from torch import Tensor, nn
 
 from testtime import augment as augmentations
 from testtime import tasks
-from testtime.augment import Augment
-from testtime.networks.replicas import Part, Replicas
+from testtime.capture import Captured, arithmetic, check_precision
+from testtime.learner import Learner, Settings, is_rowwise, load_learner
+from testtime.networks.replicas import Replicas
 from testtime.networks.ynet import YNet
 from testtime.randomness import Draws
 from testtime.storage import whole_file
 from testtime.tasks import Task
 
 log = logging.getLogger(__name__)
-
-Update = Literal["encoder", "encoder+ssl"]
-Share = Literal["image", "batch"]
 
 
 @dataclass(frozen=True)
@@ -90,59 +89,6 @@ class Prediction:
         return Prediction(*(getattr(self, f.name)[index] for f in fields(Prediction)))
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How an adapter learns. The defaults are the paper's for CIFAR-10.
-
-    Attributes:
-        steps: Gradient steps on each image, each on fresh views; 0 adapts nothing.
-        lr: Learning rate.
-        copies: Augmented copies of the image in each step.
-        threshold: Adapt only where the task's confidence in the plain image is below this; 1 adapts always.
-        update: What learns: "encoder+ssl" (as the authors' program) or "encoder" alone (as the paper writes).
-        share: "image": every image learns for itself. "batch": the images of one call share their updates.
-        optimizer: Any `torch.optim` class, or a callable `(parameters, lr=lr)` that makes one.
-        seed: Seed of the augmentations.
-        guard: Undo an update after which the task's loss on the image is not finite, or has risen by more than this.
-        task: The self-supervised task; None takes the one the network was trained with.
-        augment: What makes the copies; None takes the network's training augmentation.
-    """
-
-    steps: int
-    lr: float = 0.001
-    copies: int = 32
-    threshold: float = 1.0
-    update: Update = "encoder+ssl"
-    share: Share = "image"
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
-    seed: int = 0
-    guard: float = 3.0
-    task: Task | None = None
-    augment: Augment | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise ValueError(f"`steps` must be at least 0, got {self.steps}.")
-        if self.copies < 1:
-            raise ValueError(f"`copies` must be at least 1, got {self.copies}.")
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"`lr` must be positive, got {self.lr}.")
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"`threshold` must lie in [0, 1], got {self.threshold}.")
-        if not self.guard > 0:
-            raise ValueError(f"`guard` must be positive (infinity allows any finite rise), got {self.guard}.")
-        for name, choices in (("update", get_args(Update)), ("share", get_args(Share))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
-
-    def describe(self) -> dict[str, Any]:
-        """The settings as plain text and numbers, for records and for telling two apart."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain["optimizer"] = getattr(self.optimizer, "__qualname__", repr(self.optimizer))
-        plain["task"], plain["augment"] = repr(self.task), repr(self.augment)
-        return plain
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The method
 # ---------------------------------------------------------------------------------------------------------------------
@@ -179,11 +125,12 @@ def learn(learner: Learner, images: Tensor, draws: Draws, weights: Tensor) -> No
     views, targets = make_views(images, draws, learner.settings)
 
     def loss() -> Tensor:
-        learner.optimizer.zero_grad()
         outputs = learner.replicas.self_supervise(views)  # (S, M, outputs)
         losses = learner.task.loss(outputs.flatten(0, 1), targets.flatten()).view(*weights.shape, -1)
         total = (losses.mean(-1) * weights).sum()
-        total.backward()
+        for parameter, gradient in zip(learner.moving, torch.autograd.grad(total, learner.moving), strict=True):
+            # How a gradient lies in memory does not matter to an optimizer that takes every number by itself.
+            parameter.grad = gradient if learner.rowwise else gradient.contiguous()
         return total.detach()
 
     learner.replicas.train_norms(True)
@@ -262,87 +209,27 @@ def gate(confidence: Tensor, threshold: float) -> Tensor:
     return ~(confidence >= threshold) if threshold < 1 else torch.ones_like(confidence, dtype=torch.bool)
 
 
-class Learner:
-    """S replicas, the optimizer that moves them, and the settings they learn with.
+def run(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -> Prediction:
+    """`episode`, on CUDA replayed from a graph that is recorded when images of a new shape first come."""
+    if not images.is_cuda or learner.eager:
+        return episode(learner, images, samples, active)
+    key = (*images.shape, images.dtype)
+    if key not in learner.graphs:
 
-    Args:
-        net: The network they start from.
-        count: S.
-        settings: How they learn; task and augmentation must be set.
-        shape: (C, H, W) of the images to come.
-    """
+        def answers(*inputs: Tensor) -> tuple[Tensor, ...]:
+            prediction = episode(learner, *inputs)
+            return tuple(getattr(prediction, f.name) for f in fields(Prediction))
 
-    def __init__(self, net: YNet, count: int, settings: Settings, shape: tuple[int, ...]) -> None:
-        assert settings.task is not None
-        self.settings, self.task = settings, settings.task
-        self.parts: tuple[Part, ...] = ("encoder", "ssl") if settings.update == "encoder+ssl" else ("encoder",)
-        device = next(net.parameters()).device
-        # Any image does for trying out the replicas, but not a blank one.
-        example = Draws.of(0, torch.arange(2, device=device)).uniform(*shape)
-        self.replicas = Replicas(net, count, self.parts, example)
-        self.optimizer = self._fresh()
-
-    def _fresh(self) -> torch.optim.Optimizer:
-        parameters = self.replicas.parameters(self.parts)
-        for parameter in parameters.values():
-            parameter.requires_grad_(True)
-        return self.settings.optimizer(list(parameters.values()), lr=self.settings.lr)
-
-    def reset(self) -> None:
-        """Back to the network as it was given, with a fresh optimizer."""
-        self.replicas.reset()
-        self.optimizer = self._fresh()
-
-    def snapshot(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """A copy of everything that learning changes, for `restore`."""
-        return self.replicas.snapshot(), {name: value.clone() for name, value in self._memory().items()}
-
-    @torch.no_grad()
-    def restore(self, snapshot: tuple[list[Tensor], dict[str, Tensor]], rows: Tensor) -> None:
-        """Put the replicas where `rows`, bool `(S,)`, is true back to a snapshot, their optimizer's memory as well."""
-        numbers, memory = snapshot
-        self.replicas.restore(numbers, rows)
-        for name, tensor in self._memory().items():
-            # What the optimizer had not yet made when the snapshot was taken starts from zero.
-            old = memory.get(name, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
-            mask = rows.view(-1, *[1] * (tensor.dim() - 1)) if tensor.dim() else rows.all().to(tensor.device)
-            tensor.copy_(torch.where(mask, old, tensor))
-
-    def state(self) -> dict[str, Tensor]:
-        """A copy of everything that learning changes, by name."""
-        return {name: tensor.detach().clone() for name, tensor in (self.replicas.tensors | self._memory()).items()}
-
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state that another learner of the same network and settings made.
-
-        Raises:
-            ValueError: A tensor is missing or has another shape; nothing was changed.
-        """
-        own = self.replicas.tensors
-        for name, tensor in own.items():
-            if name not in state or state[name].shape != tensor.shape:
-                raise ValueError(f"The state does not fit: tensor {name!r} is missing or has another shape.")
-        optimizer = self._fresh()
-        parameters = self.replicas.parameters(self.parts)
-        for name in state.keys() - own.keys():
-            _, key, parameter = name.split("/", 2)
-            if parameter not in parameters:
-                raise ValueError(f"The state does not fit: {name!r} belongs to no parameter.")
-            # torch keeps an optimizer's step counts on the CPU, everything else beside the parameter
-            device = parameters[parameter].device if state[name].dim() else "cpu"
-            optimizer.state[parameters[parameter]][key] = state[name].detach().clone().to(device)
-        for name, tensor in own.items():
-            tensor.copy_(state[name])
-        self.optimizer = optimizer
-
-    def _memory(self) -> dict[str, Tensor]:
-        return {
-            f"optimizer/{key}/{name}": value
-            for name, parameter in self.replicas.parameters(self.parts).items()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
-        }
+        good = learner.snapshot()
+        try:
+            learner.graphs[key] = Captured(answers, images, samples, active)
+        except RuntimeError as error:
+            learner.eager = True
+            warnings.warn(f"CUDA graph capture failed, going on without it: {error}", stacklevel=2)
+        learner.restore(good, torch.ones_like(active))
+        if learner.eager:
+            return episode(learner, images, samples, active)
+    return Prediction(*learner.graphs[key](images, samples, active))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -369,7 +256,7 @@ class Adapter(nn.Module):
         with torch.inference_mode(False):
             # In a list, which hides it from nn.Module: it is not the adapter's to train or to move.
             self._networks = [copy.deepcopy(net).eval().requires_grad_(False)]
-            self._base = [Replicas(self._networks[0], 1, parts=())]
+            self._base = [Replicas(self._networks[0], 1, parts=(), dtype=check_precision(settings.precision))]
         self.reset()
 
     def reset(self) -> None:
@@ -393,7 +280,7 @@ class Adapter(nn.Module):
             ValueError: The images or their numbers do not fit; nothing was learned.
         """
         samples = self._check(images, samples)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), arithmetic(self.settings.precision):
             # Copies: tensors made in inference mode cannot take part in learning.
             answers = self._predict(images.detach().to(self._device, copy=True), samples.to(self._device, copy=True))
         self.seen += len(images)
@@ -456,7 +343,8 @@ class Adapter(nn.Module):
 
     def _unadapted(self, images: Tensor) -> Prediction:
         """The answers of the network as it was given."""
-        logits, loss, confidence = (tensor[0] for tensor in look(self._base[0], images[None], self._task))
+        parts = [look(self._base[0], chunk[None], self._task) for chunk in images.split(256)]
+        logits, loss, confidence = (torch.cat(tensors, dim=1)[0] for tensors in zip(*parts, strict=True))
         no = torch.zeros_like(loss, dtype=torch.bool)
         return Prediction(logits, logits.clone(), loss, loss.clone(), confidence, no, no.clone())
 
@@ -520,7 +408,7 @@ class Episodic(Adapter):
         self.parallel = parallel
         self._learners: dict[int, Learner] = {}
         super().__init__(net, Settings(steps=steps, **settings))
-        if parallel > 1 and not _is_rowwise(self.settings):
+        if parallel > 1 and not is_rowwise(self.settings):
             log.warning("this optimizer's step mixes parameters, so episodes run one after another")
             self.parallel = 1
 
@@ -537,7 +425,7 @@ class Episodic(Adapter):
             learner = self._learner(len(chunk), tuple(images.shape[1:]))
             learner.reset()
             active = torch.ones(len(chunk), dtype=torch.bool, device=images.device)
-            learned = episode(learner, images[chunk], samples[chunk], active)
+            learned = run(learner, images[chunk], samples[chunk], active)
             for f in fields(Prediction):
                 getattr(answers, f.name)[chunk] = getattr(learned, f.name)
         return answers
@@ -576,7 +464,7 @@ class Online(Adapter):
             self._learner = Learner(self._networks[0], 1, self.settings, tuple(images.shape[1:]))
         groups = [slice(None)] if self.settings.share == "batch" else [slice(n, n + 1) for n in range(len(images))]
         active = torch.ones(1, dtype=torch.bool, device=images.device)
-        answers = [episode(self._learner, images[None, group], samples[None, group], active)[0] for group in groups]
+        answers = [run(self._learner, images[None, group], samples[None, group], active)[0] for group in groups]
         return Prediction.join(answers)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -586,35 +474,7 @@ class Online(Adapter):
         return state
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        learned = {name.removeprefix("learner/"): tensor for name, tensor in state.items() if "/" in name}
-        if not learned:
-            self._learner = None
-            return
-        card = self._networks[0].card
-        with torch.inference_mode(False):
-            learner = Learner(self._networks[0], 1, self.settings, (len(card.mean), card.size or 32, card.size or 32))
-            learner.load(learned)
-        self._learner = learner
-
-
-def _is_rowwise(settings: Settings) -> bool:
-    """Whether the optimizer treats stacked parameters as it would each row alone; tried out, not guessed."""
-    numbers = Draws.of(0, torch.arange(2)).normal(4, 3, 3)  # two rows: a start and three gradients
-    ends = []
-    for rows in ([slice(0, 1), slice(1, 2)], [slice(0, 2)]):
-        parts = []
-        for row in rows:
-            parameter = nn.Parameter(numbers[row, 0].clone())
-            optimizer = settings.optimizer([parameter], lr=settings.lr)
-            for step in (1, 2, 3):
-                parameter.grad = numbers[row, step].clone()
-                try:
-                    optimizer.step()
-                except TypeError:  # it wants to evaluate the loss itself
-                    return False
-            parts.append(parameter.detach())
-        ends.append(torch.cat(parts))
-    return torch.allclose(*ends, rtol=1e-6, atol=0)
+        self._learner = load_learner(self._networks[0], 1, self.settings, state)
 
 
 def _fingerprint(net: YNet) -> str:

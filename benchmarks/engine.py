@@ -1,0 +1,240 @@
+"""How fast test-time training runs: a naive loop, the eager reference, one stream, many at once.
+
+    python benchmarks/engine.py --quick                       # two CPU cores, about a minute
+    python benchmarks/engine.py --device cuda --out results/engine-h200.json
+
+A step is forward, backward and update on the augmented copies of one image; images/s counts whole answers, with what an
+adapter does besides learning (looking at the image before and after, the guard). The naive loop is how the method is
+usually written: each copy augmented by itself as a Pillow picture, the network eager, one image at a time. The last
+rows are plain training steps of the same network on large batches, counted as steps of as many images as there are
+copies: what the hardware gives when nothing has to be kept apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch.nn import functional as F
+
+import testtime
+from testtime.adapt import Adapter, Episodic, Online
+from testtime.networks import YNet, resnet18, resnet26
+from testtime.streams import Streams
+from testtime.tasks import Rotation
+
+Row = dict[str, Any]
+
+
+def naive_step(
+    net: YNet, optimizer: torch.optim.Optimizer, image: Image.Image, copies: int, rng: random.Random
+) -> None:
+    """One step as it is usually written: each copy a picture, padded, cropped, flipped, turned by itself."""
+    side, turns, views = image.size[0], [], []
+    for _ in range(copies):
+        padded = ImageOps.expand(image, 4)
+        left, top = rng.randrange(9), rng.randrange(9)
+        view = padded.crop((left, top, left + side, top + side))
+        if rng.random() < 0.5:
+            view = ImageOps.mirror(view)
+        turn = rng.randrange(4)
+        pixels = torch.from_numpy(np.array(view)).permute(2, 0, 1).float() / 255
+        views.append(torch.rot90(pixels, turn, (1, 2)))
+        turns.append(turn)
+    device = next(net.parameters()).device
+    batch, targets = torch.stack(views).to(device), torch.tensor(turns).to(device)
+    net.train()
+    optimizer.zero_grad()
+    F.cross_entropy(net.self_supervise(batch), targets).backward()
+    optimizer.step()
+
+
+def naive(net: YNet, images: torch.Tensor, copies: int, steps: int, online: bool) -> None:
+    """The usual loop: online keeps what it learned, otherwise the trained weights are loaded anew for each image."""
+    net, rng = copy.deepcopy(net), random.Random(0)
+    trained = copy.deepcopy(net.state_dict())
+    optimizer = torch.optim.SGD([*net.encoder.parameters(), *net.ssl.parameters()], lr=0.001)
+    for image in images.cpu():
+        picture = Image.fromarray(image.permute(1, 2, 0).numpy())
+        if not online:
+            net.load_state_dict(trained)
+        for _ in range(steps):
+            naive_step(net, optimizer, picture, copies, rng)
+        net.eval()
+        with torch.no_grad():
+            net(image[None].to(next(net.parameters()).device)).argmax(1).item()
+
+
+def synchronise(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(name: str, device: str, work: Any, count: int, steps: int, budget: float) -> Row:
+    """Run `work()`, which answers `count` images in `steps` steps each, for `budget` seconds; the median counts."""
+    work()  # warm up: compile, capture, allocate
+    synchronise(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times: list[float] = []
+    while sum(times) < budget or len(times) < 3:
+        begin = time.perf_counter()
+        work()
+        synchronise(device)
+        times.append(time.perf_counter() - begin)
+    median = sorted(times)[len(times) // 2]
+    peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else None
+    row = {"name": name, "images_per_s": count / median, "steps_per_s": count * steps / median, "runs": len(times)}
+    return row | {"spread": (max(times) - min(times)) / median, "peak_mib": peak}
+
+
+def adapter_row(name: str, adapter: Adapter, images: torch.Tensor, steps: int, device: str, budget: float) -> Row:
+    return measure(name, device, lambda: adapter.predict(images), len(images), steps, budget)
+
+
+def large_batch(
+    net: YNet, size: int, batch: int, copies: int, device: str, precision: str, compiled: bool, budget: float
+) -> Row:
+    """Plain training steps of the rotation branch on one large batch, in units of `copies` images."""
+    net = copy.deepcopy(net).train().to(memory_format=torch.channels_last)
+    parameters = [*net.encoder.parameters(), *net.ssl.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.001)
+    images = torch.rand(batch, 3, size, size, device=device).to(memory_format=torch.channels_last)
+    targets = torch.randint(4, (batch,), device=device)
+
+    def loss_of(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+            return F.cross_entropy(net.self_supervise(images), targets)
+
+    function = torch.compile(loss_of) if compiled else loss_of
+
+    def work() -> None:
+        optimizer.zero_grad()
+        function(images, targets).backward()
+        optimizer.step()
+
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    kind = "compiled" if compiled else "eager"
+    return measure(f"plain training, batch {batch}, {kind}, {precision}", device, work, batch // copies, 1, budget)
+
+
+def eager(adapter: Adapter, images: torch.Tensor) -> Adapter:
+    """The adapter without graph replay: the readable reference."""
+    adapter.predict(images[:1])
+    learners = [adapter._learner] if isinstance(adapter, Online) else list(adapter._learners.values())  # type: ignore[attr-defined]
+    for learner in learners:
+        learner.eager = True
+    return adapter
+
+
+class Table:
+    """The rows of one network, printed as they come, each beside the naive loop of the same network."""
+
+    def __init__(self, network: str) -> None:
+        self.network = network
+        self.rows: list[Row] = []
+
+    def add(self, row: Row) -> None:
+        naive_rate = self.rows[0]["steps_per_s"] if self.rows else row["steps_per_s"]
+        row = {"network": self.network} | row | {"times_naive": row["steps_per_s"] / naive_rate}
+        self.rows.append(row)
+        memory = f"{row['peak_mib']:9.0f} MiB" if row["peak_mib"] else ""
+        print(
+            f"{row['name']:46s} {row['steps_per_s']:10.1f} steps/s {row['images_per_s']:10.1f} images/s "
+            f"{row['times_naive']:7.1f} × naive {memory}",
+            flush=True,
+        )
+
+
+def run(label: str, net: YNet, size: int, copies: int, options: argparse.Namespace) -> list[Row]:
+    """All rows of one network."""
+    device, budget = options.device, options.seconds
+    cuda, small = device == "cuda", size < 100
+    table = Table(label)
+    net = net.to(device).eval()
+    pool = torch.randint(0, 256, (256, 3, size, size), dtype=torch.uint8)
+    task: dict[str, Any] = {"copies": copies, "task": Rotation()}
+    print(f"\n{label}, {size}×{size}, {copies} copies")
+
+    def loop(count: int, steps: int) -> None:
+        naive(net, pool[:count], copies, steps, online=steps == 1)
+
+    few = 8 if cuda and small else 2
+    table.add(measure("naive loop, online", device, lambda: loop(few, 1), few, 1, budget))
+    table.add(measure("naive loop, standard, 10 steps", device, lambda: loop(1, 10), 1, 10, budget))
+    reference = eager(Online(net, **task), pool)
+    table.add(adapter_row("eager reference, online", reference, pool[:few], 1, device, budget))
+    reference = eager(Episodic(net, parallel=1, **task), pool)
+    table.add(adapter_row("eager reference, standard, 10 steps", reference, pool[:1], 10, device, budget))
+    for precision in ("fp32", "tf32", "bf16") if cuda else ("fp32",):
+        fast = task | {"precision": precision}
+        if cuda:
+            stream = pool[: 64 if small else 8]
+            table.add(adapter_row(f"one online stream, {precision}", Online(net, **fast), stream, 1, device, budget))
+        for count in options.counts or ((4, 16, 64, 256) if small else (4, 16)):
+            images = pool[:count]
+            streams = Streams(net, count, **fast)
+            table.add(adapter_row(f"{count} streams, {precision}", streams, images, 1, device, budget))
+            del streams
+            episodes = Episodic(net, parallel=count, **fast)
+            name = f"{count} episodes of 10 steps, {precision}"
+            table.add(adapter_row(name, episodes, images, 10, device, budget))
+            del episodes
+            if cuda:
+                torch.cuda.empty_cache()
+    if small:
+        images = pool[: 200 if cuda else 10]
+        confidence = Episodic(net, steps=0, **task).predict(images).confidence.sort().values
+        threshold = float(confidence[len(images) // 5])
+        gated = Episodic(net, parallel=64 if cuda else 1, threshold=threshold, **task)
+        table.add(adapter_row("standard, gate adapts 20% of the images", gated, images, 10, device, budget))
+    if cuda:
+        for precision in ("tf32", "bf16"):
+            for compiled in (False, True):
+                batch = 8192 if small else 512
+                table.add(large_batch(net, size, batch, copies, device, precision, compiled, budget))
+                torch.cuda.empty_cache()
+    else:
+        table.add(large_batch(net, size, 256, copies, device, "fp32", False, budget))
+    return table.rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and shorter measurements")
+    parser.add_argument("--small-only", action="store_true", help="ResNet-26 only")
+    parser.add_argument("--counts", type=int, nargs="+", help="how many episodes and streams at once")
+    parser.add_argument("--seconds", type=float, help="seconds to measure each row")
+    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
+    options = parser.parse_args()
+    options.seconds = options.seconds or (1.0 if options.quick or options.device == "cuda" else 6.0)
+    if options.device == "cpu" and not options.counts:
+        options.counts = (4,) if options.quick else (4, 16)
+    where = (
+        torch.cuda.get_device_name()
+        if options.device == "cuda"
+        else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    )
+    versions = {"testtime": testtime.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    print(f"{where}; " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    rows = run("resnet26", resnet26(), 32, 32, options)
+    if options.device == "cuda" and not options.small_only:
+        rows += run("resnet18", resnet18(1000), 224, 64, options)
+    if options.out:
+        document = {"hardware": where, "versions": versions, "command": "benchmarks/engine.py", "rows": rows}
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

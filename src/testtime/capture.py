@@ -1,0 +1,68 @@
+"""CUDA graphs: a function of tensors, recorded once and replayed without Python.
+
+A step of test-time training is some hundred small kernels; launching them one by one costs more than running them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Precision = Literal["fp32", "tf32", "bf16"]
+
+
+class Captured:
+    """A function recorded as a CUDA graph.
+
+    The function must do the same whatever the numbers are: no branch on a tensor's value, no shape that depends on one.
+    It is run twice for real before it is recorded; the caller undoes what those runs changed.
+
+    Args:
+        function: Takes tensors, gives a tuple of tensors; everything on one CUDA device.
+        inputs: Tensors of the shapes and dtypes to come.
+    """
+
+    def __init__(self, function: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> None:
+        self._inputs = [tensor.clone() for tensor in inputs]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                function(*self._inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._outputs = function(*self._inputs)
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """What the function gives for new inputs, in tensors of their own."""
+        for static, tensor in zip(self._inputs, inputs, strict=True):
+            static.copy_(tensor)
+        self._graph.replay()
+        return tuple(tensor.clone() for tensor in self._outputs)
+
+
+def check_precision(precision: str) -> torch.dtype:
+    """The dtype that layers compute in; an unknown precision is an error."""
+    if precision not in get_args(Precision):
+        raise ValueError(f"`precision` must be one of {', '.join(get_args(Precision))}, got {precision!r}.")
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+@contextlib.contextmanager
+def arithmetic(precision: Precision) -> Iterator[None]:
+    """Within it, float32 products on CUDA are exact ("fp32") or take TF32 ("tf32"); outside nothing changes."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    try:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=precision != "fp32"):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,97 @@
+"""Many online streams at once: cameras, users, test sets, each with a state of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from testtime.adapt import Adapter, Prediction, run
+from testtime.learner import Learner, Settings, is_rowwise, load_learner
+from testtime.networks.ynet import YNet
+
+
+class Streams(Adapter):
+    """S online streams of images, stepped together; each is what `Online` would be by itself.
+
+    A call takes at most one image for each stream. A stream that is not in the call stays as it is, bit for bit.
+
+    Args:
+        net: The network all streams start from; it is copied.
+        count: Number of streams, S.
+        steps: Gradient steps on each image.
+        **settings: Further fields of `Settings`; `share` does not apply.
+    """
+
+    def __init__(self, net: YNet, count: int, *, steps: int = 1, **settings: Any) -> None:
+        if count < 1:
+            raise ValueError(f"`count` must be at least 1, got {count}.")
+        self.count = count
+        super().__init__(net, Settings(steps=steps, **settings))
+        if self.settings.share != "image":
+            raise ValueError("Streams take one image each, so there is no batch to `share`.")
+        if not is_rowwise(self.settings):
+            raise ValueError("This optimizer's step mixes streams; use one that treats every number by itself, as SGD.")
+
+    def reset(self, streams: Tensor | None = None) -> None:
+        """Forget everything, or what the given streams, int `(M,)`, learned and counted."""
+        if streams is None:
+            super().reset()
+            self._learner: Learner | None = None
+            self._numbers = torch.zeros(self.count, dtype=torch.int64)
+            return
+        chosen = torch.zeros(self.count, dtype=torch.bool)
+        chosen[streams] = True
+        self._numbers[chosen] = 0
+        if self._learner is not None:
+            fresh = Learner(self._networks[0], self.count, self.settings, self._shape)
+            self._learner.restore(fresh.snapshot(), chosen.to(self._device))
+
+    def predict(self, images: Tensor, samples: Tensor | None = None, *, streams: Tensor | None = None) -> Prediction:
+        """Adapt each stream to its next image and predict it.
+
+        Args:
+            images: `(M, C, H, W)`, uint8 or floats in [0, 1].
+            samples: The images' numbers within their streams, `(M,)`; each stream counts its own by default.
+            streams: Which stream each image belongs to, int `(M,)`, no stream twice; by default all S in order.
+
+        Raises:
+            ValueError: Images, numbers or streams do not fit; nothing was learned.
+        """
+        if streams is None:
+            streams = torch.arange(self.count)
+        streams = streams.cpu()
+        if streams.shape != images.shape[:1] or streams.is_floating_point():
+            raise ValueError(f"`streams` must be {len(images)} integers, got {streams.dtype} {tuple(streams.shape)}.")
+        if len(streams.unique()) < len(streams) or (streams < 0).any() or (streams >= self.count).any():
+            raise ValueError(f"`streams` must be different numbers from 0 to {self.count - 1}, got {streams.tolist()}.")
+        self._streams = streams
+        answers = super().predict(images, self._numbers[streams] if samples is None else samples)
+        self._numbers[streams] += 1
+        return answers
+
+    def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
+        if self.settings.steps == 0 or len(images) == 0:
+            return self._unadapted(images)
+        self._shape = tuple(images.shape[1:])
+        if self._learner is None:
+            self._learner = Learner(self._networks[0], self.count, self.settings, self._shape)
+        chosen = self._streams.to(images.device)
+        all_images = images.new_zeros(self.count, 1, *self._shape)
+        all_samples, active = samples.new_zeros(self.count, 1), chosen.new_zeros(self.count, dtype=torch.bool)
+        all_images[chosen, 0], all_samples[chosen, 0], active[chosen] = images, samples, True
+        return run(self._learner, all_images, all_samples, active)[chosen, 0]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict() | {"numbers": self._numbers.clone()}
+        if self._learner is not None:
+            state |= {f"learner/{name}": tensor for name, tensor in self._learner.state().items()}
+        return state
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        if "numbers" not in state or state["numbers"].shape != (self.count,):
+            raise ValueError(f"The state is not one of {self.count} streams.")
+        self._learner = load_learner(self._networks[0], self.count, self.settings, state)
+        self._numbers = state["numbers"].cpu().clone()
