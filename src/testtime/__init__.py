@@ -1,1 +1,70 @@
-"""Test-Time Training for PyTorch."""
+"""Test-Time Training for PyTorch: a vision model that learns, without labels, from each image it is about to classify.
+
+The way through the package, which is also the way its modules import each other:
+
+    import testtime as tt
+
+    train_set, test_set = tt.data.open("digits", split="train"), tt.data.open("digits")
+    net = tt.resnet26(depth=8, channels=1, size=16)      # one encoder, two branches; or tt.split(model, at=…)
+    tt.train(net, train_set, recipe=tt.Recipe.digits())  # classes and rotations together
+    adapter = tt.Online(net, lr=0.01)                    # or Fixed, or Episodic
+    records = list(tt.evaluate(adapter, test_set))       # one record for each image
+    print(f"{tt.error(records):.1%}")
+
+The names below are the public ones. `tt.train` and `tt.evaluate` are the functions; `from testtime.train import …`
+reaches the rest of the modules they live in.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from testtime import augment, corruptions, data, networks, tasks
+from testtime.adapt import Adapter, Episodic, Fixed, Online, Prediction, Settings
+from testtime.augment import CropFlip, ResizedCropFlip
+from testtime.evaluate import Flips, Record, error, evaluate, flips, running_error
+from testtime.networks import Card, CheckpointError, YNet, load, resnet18, resnet26, resnet50, shipped, split
+from testtime.randomness import Draws
+from testtime.tasks import Rotation, Task
+from testtime.train import Recipe, TrainingError, train
+
+try:
+    __version__ = version("testtime")
+except PackageNotFoundError:  # run from a folder of sources
+    __version__ = "unknown"
+
+__all__ = [
+    "Adapter",
+    "Card",
+    "CheckpointError",
+    "CropFlip",
+    "Draws",
+    "Episodic",
+    "Fixed",
+    "Flips",
+    "Online",
+    "Prediction",
+    "Recipe",
+    "Record",
+    "ResizedCropFlip",
+    "Rotation",
+    "Settings",
+    "Task",
+    "TrainingError",
+    "YNet",
+    "__version__",
+    "augment",
+    "corruptions",
+    "data",
+    "error",
+    "evaluate",
+    "flips",
+    "load",
+    "networks",
+    "resnet18",
+    "resnet26",
+    "resnet50",
+    "running_error",
+    "shipped",
+    "split",
+    "tasks",
+    "train",
+]
