@@ -21,7 +21,7 @@ from testtime.networks import CheckpointError, YNet, load, resnet26
 from testtime.networks.ynet import Card
 from testtime.randomness import Draws
 from testtime.tasks import Rotation
-from testtime.train import Batch, Progress, Recipe, Trainer, TrainingError, shuffle, train
+from testtime.train import Batch, Pool, Progress, Recipe, Trainer, TrainingError, shuffle, train
 
 training = importlib.import_module("testtime.train")
 CLASSES = 3
@@ -210,8 +210,8 @@ def test_uda_trains_on_the_target_set() -> None:
 
 def trainer(count: int = 26, target: int = 0, **changes: Any) -> Trainer:
     device = torch.device("cpu")
-    pool = training._Pool("images", *pictures(count), device)
-    other = training._Pool("target", pictures(target)[0], None, device) if target else None
+    pool = Pool("images", *pictures(count), device)
+    other = Pool("target", pictures(target)[0], None, device) if target else None
     recipe = replace(SHORT, method="uda" if target else "joint", **changes)
     return Trainer(small_net(), recipe, pool, other)
 
@@ -299,8 +299,8 @@ def test_a_step_reads_nothing_back(method: Any, norm: str) -> None:
     """What a CUDA graph needs: tensors without numbers go through a step, and only the reading fails."""
     with FakeTensorMode():
         images, labels = torch.empty(26, 1, 8, 8, dtype=torch.uint8), torch.empty(26, dtype=torch.int64)
-        pool = training._Pool("images", images, labels, torch.device("cpu"))
-        other = training._Pool("target", images[:9], None, torch.device("cpu")) if method == "uda" else None
+        pool = Pool("images", images, labels, torch.device("cpu"))
+        other = Pool("target", images[:9], None, torch.device("cpu")) if method == "uda" else None
         net = small_net(norm)
         one = Trainer(net, replace(SHORT, method=method, bf16=True), pool, other)
         net.train()

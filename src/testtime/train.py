@@ -319,11 +319,11 @@ def train(
     device = next(net.parameters()).device
     if progress is not None:
         progress(0, 0, "reading the images")
-    source = _Pool("images", images, labels, device)
-    unlabelled = None if target is None else _Pool("target", target, None, device)
+    source = Pool("images", images, labels, device)
+    unlabelled = None if target is None else Pool("target", target, None, device)
     held_out = None
     if test is not None:
-        held_out = _Pool("test", *test, device) if isinstance(test, tuple) else _Pool("test", test, None, device)
+        held_out = Pool("test", *test, device) if isinstance(test, tuple) else Pool("test", test, None, device)
     trainer = Trainer(net, recipe, source, unlabelled)
     for pool in (source, held_out):
         if pool is not None:
@@ -352,7 +352,7 @@ def train(
 def _train_epoch(
     trainer: Trainer,
     epoch: int,
-    test: _Pool | None,
+    test: Pool | None,
     run: _Folder | None,
     progress: Progress | None,
     history: list[dict[str, Any]],
@@ -401,7 +401,7 @@ class Trainer:
         target: The unlabelled images of "uda".
     """
 
-    def __init__(self, net: YNet, recipe: Recipe, source: _Pool, target: _Pool | None) -> None:
+    def __init__(self, net: YNet, recipe: Recipe, source: Pool, target: Pool | None) -> None:
         if (recipe.method == "uda") != (target is not None):
             raise ValueError('`target` images are for the method "uda", which needs them.')
         if target is not None and target.shape != source.shape:
@@ -537,8 +537,10 @@ class Trainer:
         Raises:
             ValueError: A tensor is missing, unknown or has another shape; nothing was changed.
         """
-        network = {name.removeprefix("network/"): tensor for name, tensor in state.items() if "network/" in name}
-        momentum = {name.removeprefix("momentum/"): tensor for name, tensor in state.items() if "momentum/" in name}
+        network, momentum = (
+            {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+            for prefix in ("network/", "momentum/")
+        )
         own = self.net.state_dict()
         for found, wanted in ((network, own), (momentum, self.parameters if momentum else {})):
             for name in found.keys() | wanted.keys():
@@ -585,8 +587,15 @@ def shuffle(count: int, seed: int, epoch: int, device: torch.device, purpose: st
     return keys.argsort()  # the hash is one to one: no two keys are equal
 
 
-class _Pool:
-    """Images to train or test on: a tensor on the device, or a set that is too large for that."""
+class Pool:
+    """Images to train or test on: a tensor on the device, or a set that is too large for that.
+
+    Args:
+        name: What error messages call them.
+        images: `(N, C, H, W)`, uint8 or floats in [0, 1]; or a set.
+        labels: Integers `(N,)`, or None: a set has its own.
+        device: Where they are used.
+    """
 
     def __init__(self, name: str, images: Tensor | TestSet, labels: Tensor | None, device: torch.device) -> None:
         self.name, self.device = name, device
@@ -630,7 +639,7 @@ class _Pool:
         return {**plain, "hash": _hash([self.tensor] if self.labels is None else [self.tensor, self.labels])}
 
 
-def _check_labels(pool: _Pool, outputs: int) -> None:
+def _check_labels(pool: Pool, outputs: int) -> None:
     if pool.labels is None:
         raise ValueError(f"`{pool.name}` must have labels.")
     low, high = (int(value) for value in pool.labels.aminmax())
@@ -639,7 +648,7 @@ def _check_labels(pool: _Pool, outputs: int) -> None:
 
 
 @torch.no_grad()
-def _error(net: YNet, pool: _Pool, size: int = 500) -> float:
+def _error(net: YNet, pool: Pool, size: int = 500) -> float:
     """The share of wrong predictions, each process looking at its part."""
     assert pool.labels is not None
     net.eval()
@@ -754,7 +763,7 @@ def _flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _configuration(trainer: Trainer, test: _Pool | None) -> dict[str, Any]:
+def _configuration(trainer: Trainer, test: Pool | None) -> dict[str, Any]:
     """What decides a run's result; two runs that differ here do not share a folder."""
     card = trainer.net.card
     names = ("data", "target")
