@@ -90,6 +90,8 @@ def main() -> None:
     versions["pillow"] = PIL.__version__
     machine = hardware(settings.device)
     print(f"{len(images)} {what}, severity {', '.join(map(str, severities))}, on {machine}")
+    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    print(f"load before the start {load}: other work on the same cores slows this down many times")
     print(", ".join(f"{key} {value}" for key, value in versions.items()))
     print(f"\n{'corruption':<20}{'seconds':>10}{'images/s':>12}{'published s':>14}")
 
@@ -123,6 +125,7 @@ def main() -> None:
             "repeats": settings.repeats,
             "device": settings.device,
             "hardware": machine,
+            "load_average_before": load,
             "versions": versions,
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "total_seconds": round(total, 3),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -211,6 +213,26 @@ def test_cifar_goes_on_where_it_was_stopped_and_leaves_no_half_file(tmp_path: Pa
         next(corrupt_cifar(images, labels, target, seed=1))
     with pytest.raises(FileError, match=r"was made with shape=\[6, 3, 32, 32\].*, not shape=\[5, 3, 32, 32\]"):
         next(corrupt_cifar(images[:5], labels[:5], target))
+
+
+def test_a_killed_run_leaves_whole_files_only(tmp_path: Path):
+    program = """
+import sys, torch
+from testtime.corruptions import corrupt_cifar
+images = torch.arange(4000 * 3072).view(4000, 3, 32, 32).to(torch.uint8)
+labels = torch.zeros(4000, dtype=torch.long)
+for step in corrupt_cifar(images, labels, sys.argv[1], names=("contrast", "fog"), chunk=50):
+    if step.what.startswith("fog"):
+        print(step.what, flush=True)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "c")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "fog 1\n"
+        process.kill()
+    whole = [name for name in tree(tmp_path / "c") if not name.endswith(".part")]
+    assert whole == ["contrast.npy", "corruption.json", "labels.npy"]
+    assert np.load(tmp_path / "c" / "contrast.npy", allow_pickle=False).shape == (20_000, 32, 32, 3)
 
 
 def test_cifar_checks_its_arguments(tmp_path: Path):

@@ -139,6 +139,18 @@ def test_chunks_cover_the_set_in_order():
     assert torch.equal(torch.cat([block for _, block in parts]), corrupt(images, "fog", 2, seed=5))
 
 
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_the_callers_modes_do_not_matter_and_stay(name: str):
+    images = pictures(2)
+    expected = corrupt(images, name, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(corrupt(images, name, 3), expected)
+    with torch.inference_mode():
+        assert torch.equal(corrupt(images, name, 3), expected)
+    for _ in corrupt_chunks(images, name, 3, chunk=1):
+        assert torch.is_grad_enabled()
+
+
 def test_an_empty_batch_stays_empty():
     for name in CORRUPTIONS:
         assert corrupt(torch.zeros(0, 3, 32, 32, dtype=torch.uint8), name, 1).shape == (0, 3, 32, 32)

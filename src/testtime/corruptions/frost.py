@@ -118,7 +118,8 @@ def _photographs(folder: str) -> tuple[Tensor, ...]:
 @functools.cache
 def make_textures() -> tuple[Tensor, ...]:
     """The five textures made by code, uint8 `(3, 480, 720)` each."""
-    return tuple(_make(look, number) for number, look in enumerate(_LOOKS))
+    with torch.device("cpu"), torch.no_grad():  # whatever the caller's default is
+        return tuple(_make(look, number) for number, look in enumerate(_LOOKS))
 
 
 def _make(look: _Look, number: int) -> Tensor:

@@ -7,6 +7,7 @@ its number, corruption, severity) and of nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -188,15 +189,18 @@ def corrupt_chunks(
     resolved = resolve_scale(scale, height, width)
     level = _LEVELS[name][resolved][severity - 1]
     where = images.device if device is None else torch.device(device)
+    if where.type == "mps":
+        where = torch.device("cpu")  # exact sums need float64, which mps has not
     textures = frost_textures(resolved, (height, width), frost, where) if name == "frost" else []
     values = _CPU_VALUES_OF.get(name, _CPU_VALUES) if where.type == "cpu" else _GPU_VALUES
     step = chunk or max(1, values // (channels * height * width))
-    with torch.no_grad():
-        for start in range(0, count, step):
-            part = slice(start, min(start + step, count))
+    for start in range(0, count, step):
+        part = slice(start, min(start + step, count))
+        with _plain(where):  # not around the yield: what the caller does there is the caller's
             pixels = _eight_bits(images[part].to(where)).to(torch.float32)
             draws = Draws.of(seed, samples[part].to(where)).purpose(name).fold(severity)
-            yield part, _finish(_apply(pixels, name, level, resolved, draws, textures)).to(images.device)
+            block = _finish(_apply(pixels, name, level, resolved, draws, textures)).to(images.device)
+        yield part, block
 
 
 def corrupt_noise(images: Tensor, name: noise.NoiseName, strength: Tensor, draws: Draws) -> Tensor:
@@ -230,15 +234,22 @@ def corrupt_noise(images: Tensor, name: noise.NoiseName, strength: Tensor, draws
         raise ValueError("`strength` must be finite and not negative.")
     if name == "shot_noise" and len(images) and strength.min() <= 0:
         raise ValueError("`strength` of shot noise must be above 0 photons.")
-    with torch.no_grad():
+    with _plain(images.device):
         pixels = _eight_bits(images).to(torch.float32)
         return _finish(noise.NOISES[name](pixels, strength, draws)) if len(images) else pixels.to(torch.uint8)
+
+
+@contextlib.contextmanager
+def _plain(device: torch.device) -> Iterator[None]:
+    """Neither gradients nor a caller's autocast: half precision would spoil 8-bit values."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def _apply(pixels: Tensor, name: str, level: Any, scale: str, draws: Draws, textures: list[Tensor]) -> Tensor:
     """One corruption of float pixels that are whole numbers 0 to 255, `(N, C, H, W)`."""
     if name in noise.NOISES:
-        strength = torch.full((len(pixels),), float(level), device=pixels.device)
+        strength = torch.full((len(pixels),), float(level), dtype=torch.float32, device=pixels.device)
         return noise.NOISES[name](pixels, strength, draws)
     if name in _WITHOUT_CHANCE:
         return _WITHOUT_CHANCE[name](pixels, level)

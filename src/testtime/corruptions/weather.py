@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -87,15 +89,14 @@ def frost(images: Tensor, level: tuple[float, float], draws: Draws, textures: li
     device = images.device
     keep, add = level
     sizes = torch.tensor([texture.shape[-2:] for texture in textures], device=device)  # (5, 2)
-    ends = torch.tensor([texture.shape[-2] * texture.shape[-1] for texture in textures], device=device).cumsum(0)
+    lengths = [texture.shape[-2] * texture.shape[-1] for texture in textures]
+    begins = torch.tensor([0, *itertools.accumulate(lengths[:-1])], device=device)
     which = draws.purpose("texture").integers(len(textures))
     top = draws.purpose("top").integers(sizes[which, 0] - height)
     left = draws.purpose("left").integers(sizes[which, 1] - width)
-    begin = torch.where(which > 0, ends[(which - 1).clamp(min=0)], torch.zeros_like(which))
     row = (top[:, None] + torch.arange(height, device=device)) * sizes[which, 1][:, None]  # (N, H)
     column = left[:, None] + torch.arange(width, device=device)  # (N, W)
-    index = begin[:, None, None] + row[:, :, None] + column[:, None, :]
-    # Pixels of a texture lie together with all their channels, so that one index fetches a colour.
+    index = begins[which][:, None, None] + row[:, :, None] + column[:, None, :]
     pixels = torch.cat([texture.flatten(1) for texture in textures], 1)  # (3, all pixels)
     if images.shape[1] == 1:
         pixels = gray(pixels[None, :, None].float())[0, :, 0]  # (1, all pixels)
