@@ -1,0 +1,336 @@
+"""The demo: train on the built-in digits, shift the test digits, and see what adapting to them gains.
+
+    train_network   joint training (classes and rotations) of a small ResNet, on clean digits only
+    SHIFTS          what happens to the test digits afterwards
+    measure         fixed, episodic and online on every set: errors, times, the digits that changed
+    run             all of it, with a page (`index.html`) and every number behind it (`demo.json`)
+
+It needs no download and no GPU. The digits stand in for CIFAR-10 (paper, section 3), so its errors are not the paper's.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from testtime.adapt import Adapter, Episodic, Fixed, Online
+from testtime.augment import CropFlip
+from testtime.data.corrupted import Corrupted
+from testtime.data.sets import TestSet
+from testtime.evaluate import Progress, Record, error, evaluate, flips
+from testtime.networks.ynet import YNet
+from testtime.report import require, write_page
+from testtime.tasks import Rotation
+from testtime.train import prepare, train
+
+Mode = Literal["fixed", "episodic", "online"]
+MODES: tuple[Mode, ...] = ("fixed", "episodic", "online")
+Bars = Callable[[str], contextlib.AbstractContextManager[Progress]]
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A way in which the test digits differ from the training digits.
+
+    Attributes:
+        title: Its name in tables and figures.
+        corruption: The corruption of `testtime.corruptions`.
+        severity: Its published severity, 1 to 5.
+        scale: Whose published parameters.
+        words: What it does to a digit, for people who see it for the first time.
+    """
+
+    title: str
+    corruption: str
+    severity: int
+    scale: Literal["cifar", "imagenet"]
+    words: str
+
+
+SHIFTS: tuple[Shift, ...] = (
+    Shift("gaussian noise", "gaussian_noise", 5, "imagenet", "grain over the whole picture, as in the dark"),
+    Shift("shot noise", "shot_noise", 5, "imagenet", "grain where there is light: too few photons"),
+    Shift("impulse noise", "impulse_noise", 5, "imagenet", "more than a quarter of the pixels black or white"),
+    Shift("glass blur", "glass_blur", 2, "imagenet", "seen through frosted glass"),
+    Shift("brightness", "brightness", 5, "imagenet", "everything lighter by half the range"),
+    Shift("contrast", "contrast", 4, "imagenet", "a tenth of the contrast is left"),
+    Shift("elastic transform", "elastic_transform", 5, "imagenet", "stretched here and squeezed there"),
+    Shift("pixelation", "pixelate", 4, "imagenet", "four by four blocks instead of sixteen by sixteen pixels"),
+)
+"""What the demo measures. Kinds and severities were chosen on held-out training digits, as `SETTINGS` was."""
+
+EPOCHS = 24
+LR = 0.05
+SETTINGS: dict[Mode, dict[str, Any]] = {
+    "fixed": {},
+    "episodic": {"steps": 3, "lr": 0.03, "parallel": 10},
+    "online": {"steps": 1, "lr": 0.03},
+}
+"""How the modes adapt, besides `VIEWS`."""
+
+VIEWS: dict[str, Any] = {"copies": 1, "task": Rotation("all"), "augment": CropFlip(padding=0, flip=False)}
+"""What both learn from: the image itself in its four turns. Cropping would pad with black, and beside a picture whose
+background is no longer black the frame would outweigh the digit."""
+
+CHOICE = (
+    "The shifts, their severities, the training's length and learning rate and the modes' settings were chosen on 400 "
+    "held-out training digits, with networks trained on the other 897. No test digit took part in any choice."
+)
+
+
+def train_network(seed: int = 0, epochs: int = EPOCHS, progress: Progress | None = None) -> YNet:
+    """A ResNet-8 trained jointly on the clean training digits, 16×16.
+
+    Args:
+        seed: Seed of weights, order and augmentation.
+        epochs: Passes over the 1,297 digits.
+        progress: Told how many of how many steps are done, and how the last epoch went.
+    """
+    setup = prepare("digits", seed=seed)
+    return train(setup.net, setup.source, recipe=setup.recipe.change(epochs=epochs, lr=LR), progress=progress)
+
+
+def make_adapter(net: YNet, mode: Mode, seed: int = 0) -> Adapter:
+    """The adapter of a mode with the demo's settings."""
+    if mode == "fixed":
+        return Fixed(net)
+    kind = Episodic if mode == "episodic" else Online
+    return kind(net, seed=seed, **VIEWS, **SETTINGS[mode])
+
+
+def shifted_sets(test_set: TestSet, shifts: Sequence[Shift] = SHIFTS, seed: int = 0) -> list[TestSet]:
+    """The test set as it is, and under each shift."""
+    return [
+        test_set,
+        *(Corrupted(test_set, shift.corruption, shift.severity, seed=seed, scale=shift.scale) for shift in shifts),
+    ]
+
+
+def measure(
+    net: YNet,
+    test_set: TestSet,
+    shifts: Sequence[Shift] = SHIFTS,
+    *,
+    seed: int = 0,
+    limit: int | None = None,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Run the three modes on the clean test set and on every shift.
+
+    Each (mode, set) is a stream of its own that starts from the trained network, in one shuffled order for all.
+
+    Args:
+        net: The trained network.
+        test_set: The clean test set.
+        shifts: The shifts.
+        seed: Seed of the shifts, of the order and of the adapters.
+        limit: Only so many images of each set.
+        progress: Told how many images of all streams are done.
+
+    Returns:
+        For every set its name and words, for every mode the error, the milliseconds for an image and the stream of
+        rights and wrongs, and some digits whose prediction changed: text, numbers, lists and dictionaries only.
+    """
+    entries = []
+    sets = shifted_sets(test_set, shifts, seed)
+    count = min(limit or len(test_set), len(test_set))
+    total, done = len(sets) * len(MODES) * count, 0
+    for place, one in enumerate(sets):
+        shift = shifts[place - 1] if place else None
+        title = shift.title if shift else "clean"
+        streams: dict[Mode, list[Record]] = {}
+        modes: dict[str, dict[str, Any]] = {}
+        for mode in MODES:
+            adapter = make_adapter(net, mode, seed)
+
+            def report(images: int, _: int, text: str, mode: Mode = mode, title: str = title, done: int = done) -> None:
+                if progress is not None:
+                    progress(done + images, total, f"{title}, {mode}: {text}")
+
+            start = time.perf_counter()
+            records = list(evaluate(adapter, one, batch=50, shuffle=True, seed=seed, limit=limit, progress=report))
+            seconds = time.perf_counter() - start
+            done += count
+            streams[mode] = records
+            modes[mode] = {
+                "error": round(100 * error(records), 2),
+                "ms": round(1000 * seconds / count, 2),
+                "adapted": adapter.adapted,
+                "rolled_back": adapter.rolled_back,
+                "stream": "".join("-+"[bool(record.is_right)] for record in records),
+            }
+        for mode in MODES[1:]:
+            changed = flips(streams[mode], streams["fixed"])
+            modes[mode] |= {"to_right": len(changed.to_right), "to_wrong": len(changed.to_wrong)}
+        entries.append(
+            {
+                "name": one.name,
+                "title": title,
+                "shift": asdict(shift) if shift else None,
+                "modes": modes,
+                "samples": pick_samples(one, test_set, streams["fixed"], streams["online"]),
+            }
+        )
+    return entries
+
+
+def pick_samples(
+    shifted: TestSet, clean: TestSet, before: Sequence[Record], after: Sequence[Record], count: int = 5
+) -> list[dict[str, Any]]:
+    """Some images on which two modes differ: mostly those that became right, one that became wrong if there is one.
+
+    They are spread evenly over the stream, not picked for looks.
+
+    Args:
+        shifted: The set that was predicted.
+        clean: The same set without the shift.
+        before: The records of `fixed`.
+        after: The records of `online`.
+        count: At most so many.
+
+    Returns:
+        For each its number, label, both predictions, and the pixels of both pictures (base64 of H·W bytes).
+    """
+    changed = flips(after, before)
+    wrong = changed.to_wrong[len(changed.to_wrong) // 2 :][:1]
+    room = count - len(wrong)
+    right = changed.to_right
+    if len(right) > room:
+        right = tuple(right[(2 * place + 1) * len(right) // (2 * room)] for place in range(room))
+    old = {record.sample: record for record in before}
+    new = {record.sample: record for record in after}
+    samples = []
+    for sample in right + wrong:
+        pictures = [base64.b64encode(one.images([sample]).numpy().tobytes()).decode() for one in (clean, shifted)]
+        samples.append(
+            {
+                "sample": sample,
+                "label": new[sample].label,
+                "fixed": old[sample].prediction,
+                "online": new[sample].prediction,
+                "became": "right" if new[sample].is_right else "wrong",
+                "side": shifted.shape[-1],
+                "clean": pictures[0],
+                "pixels": pictures[1],
+            }
+        )
+    return samples
+
+
+def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The means over the shifts, and what the modes gain: percent.
+
+    Args:
+        entries: What `measure` gave; the first is the clean set.
+
+    Returns:
+        For each mode the clean error, the mean error over the shifts, and by how much that is below `fixed`'s.
+    """
+    clean, shifts = entries[0], entries[1:]
+    base = sum(entry["modes"]["fixed"]["error"] for entry in shifts) / len(shifts)
+    summary = {}
+    for mode in MODES:
+        mean = sum(entry["modes"][mode]["error"] for entry in shifts) / len(shifts)
+        summary[mode] = {
+            "clean": clean["modes"][mode]["error"],
+            "mean": round(mean, 2),
+            "reduction": round(100 * (1 - mean / base), 1) if base else 0.0,
+            "ms": round(sum(entry["modes"][mode]["ms"] for entry in entries) / len(entries), 2),
+        }
+    return summary
+
+
+def run(
+    out: str | Path,
+    *,
+    epochs: int | None = None,
+    seed: int = 0,
+    quick: bool = False,
+    progress: Bars | None = None,
+) -> dict[str, Any]:
+    """Train, measure, and write the page `out/index.html` and its numbers `out/demo.json`.
+
+    Args:
+        out: The folder; files of an earlier run are replaced.
+        epochs: Passes over the training digits; by default 24, with `quick` 3.
+        seed: Seed of everything.
+        quick: A rough version in seconds: little training, the first 60 digits, three shifts.
+        progress: Makes the progress callback for a stage of the given title, as a context.
+
+    Returns:
+        The numbers, as in `demo.json`.
+
+    Raises:
+        ModuleNotFoundError: What the page needs is not installed; said before anything is trained.
+    """
+    require()
+    bars = progress or (lambda title: contextlib.nullcontext(lambda done, total, text: None))
+    wanted = epochs or (3 if quick else EPOCHS)
+    start = time.perf_counter()
+    with bars("training on clean digits") as report:
+        net = train_network(seed, wanted, report)
+    trained = time.perf_counter()
+    test_set = prepare("digits", seed=seed).test
+    assert test_set is not None
+    shifts, limit = (SHIFTS[:3], 60) if quick else (SHIFTS, None)
+    with bars("adapting to shifted digits") as report:
+        entries = measure(net, test_set, shifts, seed=seed, limit=limit, progress=report)
+    end = time.perf_counter()
+    options = (f" --epochs {epochs}" if epochs else "") + (f" --seed {seed}" if seed else "") + " --quick" * quick
+    results = {
+        "command": f"testtime demo --out {out}{options}",
+        "quick": quick,
+        "seed": seed,
+        "count": min(limit or len(test_set), len(test_set)),
+        "summary": summarise(entries),
+        "sets": entries,
+        "training": {
+            "network": net.card.architecture,
+            "parameters": sum(parameter.numel() for parameter in net.parameters()),
+            "digits": 1297,
+            "recipe": net.card.record["configuration"]["recipe"],
+            "last epoch": net.card.record["epochs"][-1],
+        },
+        "settings": {mode: make_adapter(net, mode, seed).settings.describe() for mode in MODES},
+        "parallel": SETTINGS["episodic"]["parallel"],
+        "choice": CHOICE,
+        "seconds": {
+            "training": round(trained - start, 1),
+            "evaluation": round(end - trained, 1),
+            "total": round(end - start, 1),
+        },
+        "versions": _versions(),
+        "hardware": _hardware(),
+    }
+    write_page(results, out)
+    return results
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: _version(name) for name in ("testtime", "torch", "numpy")}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # run from a folder of sources
+        return "unknown"
+
+
+def _hardware() -> dict[str, Any]:
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu": name, "cores": cores, "threads": torch.get_num_threads(), "system": platform.system()}

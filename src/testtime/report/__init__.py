@@ -1,0 +1,23 @@
+"""Reports: tables, figures and one HTML page, made from results files and nothing else.
+
+Text tables need nothing. Figures need matplotlib and pages jinja2, the extra `report`; both are imported when one is
+made, and `require` says what is missing before a long run starts.
+"""
+
+from importlib.util import find_spec
+
+from testtime.report.page import render_page, write_page
+from testtime.report.tables import markdown_table, text_table
+
+__all__ = ["markdown_table", "render_page", "require", "text_table", "write_page"]
+
+
+def require() -> None:
+    """Check that the extra `report` is installed.
+
+    Raises:
+        ModuleNotFoundError: It is not; the message says what to install.
+    """
+    for name in ("matplotlib", "jinja2"):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"The page needs {name}: pip install 'testtime[report]'", name=name)
