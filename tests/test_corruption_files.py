@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -226,7 +227,8 @@ for step in corrupt_cifar(images, labels, sys.argv[1], names=("contrast", "fog")
         print(step.what, flush=True)
 """
     command = [sys.executable, "-c", program, str(tmp_path / "c")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=one_thread) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "fog 1\n"
         process.kill()
