@@ -127,15 +127,10 @@ def learn(learner: Learner, images: Tensor, draws: Draws, weights: Tensor) -> No
     def loss() -> Tensor:
         outputs = learner.replicas.self_supervise(views)  # (S, M, outputs)
         losses = learner.task.loss(outputs.flatten(0, 1), targets.flatten()).view(*weights.shape, -1)
-        total = (losses.mean(-1) * weights).sum()
-        for parameter, gradient in zip(learner.moving, torch.autograd.grad(total, learner.moving), strict=True):
-            # How a gradient lies in memory does not matter to an optimizer that takes every number by itself.
-            parameter.grad = gradient if learner.rowwise else gradient.contiguous()
-        return total.detach()
+        return (losses.mean(-1) * weights).sum()
 
     learner.replicas.train_norms(True)
-    with torch.enable_grad():
-        learner.optimizer.step(loss)  # type: ignore[arg-type]  # torch types the closure as returning a float
+    learner.descend(loss)
     learner.replicas.train_norms(False)
 
 

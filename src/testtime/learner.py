@@ -98,13 +98,31 @@ class Learner:
         example = Draws.of(0, torch.arange(2, device=device)).uniform(*shape)
         self.replicas = Replicas(net, count, self.parts, example, check_precision(settings.precision))
         self.moving = [parameter.requires_grad_(True) for parameter in self.replicas.parameters(self.parts).values()]
-        self.optimizer = self._fresh()
         self.rowwise = is_rowwise(settings)
+        self.optimizer = self._fresh()
         self.graphs: dict[Any, Any] = {}  # recorded episodes by the shape of their images, see adapt.run
         self.eager = False
 
     def _fresh(self) -> torch.optim.Optimizer:
-        return self.settings.optimizer(self.moving, lr=self.settings.lr)
+        # An optimizer that takes every number by itself gets them all as one tensor: one launch moves everything.
+        return self.settings.optimizer([self.replicas.numbers] if self.rowwise else self.moving, lr=self.settings.lr)
+
+    def descend(self, loss: Callable[[], Tensor]) -> None:
+        """One step of the optimizer down a loss of the replicas, as a function that computes it."""
+
+        def evaluate() -> Tensor:
+            value = loss()
+            gradients = torch.autograd.grad(value, self.moving)
+            if self.rowwise:
+                named = dict(zip(self.replicas.parameters(self.parts), gradients, strict=True))
+                self.replicas.numbers.grad = self.replicas.pack(named)
+            else:
+                for parameter, gradient in zip(self.moving, gradients, strict=True):
+                    parameter.grad = gradient.contiguous()
+            return value.detach()
+
+        with torch.enable_grad():
+            self.optimizer.step(evaluate)  # type: ignore[arg-type]  # torch types the closure as giving a float
 
     def reset(self) -> None:
         """Back to the network as it was given, with a fresh optimizer."""
@@ -130,8 +148,15 @@ class Learner:
             tensor.copy_(torch.where(mask, old, tensor))
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of everything that learning changes, by name."""
-        return {name: tensor.detach().clone() for name, tensor in (self.replicas.tensors | self._memory()).items()}
+        """A copy of everything that learning changes, by name, in the network's own shapes."""
+        state = dict(self.replicas.tensors)
+        for name, tensor in self._memory().items():
+            key, parameter = name.split("/", 1)
+            if parameter == "numbers" and tensor.shape == self.replicas.numbers.shape:
+                state |= {f"optimizer/{key}/{part}": view for part, view in self.replicas.unpack(tensor).items()}
+            else:
+                state[f"optimizer/{key}/{parameter}"] = tensor
+        return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -144,23 +169,35 @@ class Learner:
         for name, tensor in own.items():
             if name not in state or state[name].shape != tensor.shape:
                 raise ValueError(f"The state does not fit: tensor {name!r} is missing or has another shape.")
-        optimizer = self._fresh()
-        parameters = self.replicas.parameters(self.parts)
+        memory: dict[str, dict[str, Tensor]] = {}
         for name in state.keys() - own.keys():
             _, key, parameter = name.split("/", 2)
-            if parameter not in parameters:
-                raise ValueError(f"The state does not fit: {name!r} belongs to no parameter.")
-            # torch keeps an optimizer's step counts on the CPU, everything else beside the parameter
-            device = parameters[parameter].device if state[name].dim() else "cpu"
-            optimizer.state[parameters[parameter]][key] = state[name].detach().clone().to(device)
+            memory.setdefault(key, {})[parameter] = state[name].detach().clone()
+        optimizer = self._fresh()
+        targets = {"numbers": self.replicas.numbers} | self.replicas.parameters(self.parts)
+        for key, tensors in memory.items():
+            if self.rowwise and tensors.keys() == self.replicas.parameters(self.parts).keys():
+                tensors = {"numbers": self.replicas.pack({k: v.to(self._device) for k, v in tensors.items()})}
+            for parameter, tensor in tensors.items():
+                if parameter not in targets:
+                    raise ValueError(f"The state does not fit: it has memory of {parameter!r}, which does not learn.")
+                # torch keeps an optimizer's step counts on the CPU, everything else beside the parameter
+                optimizer.state[targets[parameter]][key] = tensor.to(self._device) if tensor.dim() else tensor
         for name, tensor in own.items():
             tensor.copy_(state[name])
         self.optimizer = optimizer
+        self.graphs.clear()
+
+    @property
+    def _device(self) -> torch.device:
+        return self.replicas.numbers.device
 
     def _memory(self) -> dict[str, Tensor]:
+        """What the optimizer remembers, by `key/parameter`."""
+        targets = {"numbers": self.replicas.numbers} | self.replicas.parameters(self.parts)
         return {
-            f"optimizer/{key}/{name}": value
-            for name, parameter in self.replicas.parameters(self.parts).items()
+            f"{key}/{name}": value
+            for name, parameter in targets.items()
             for key, value in self.optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }

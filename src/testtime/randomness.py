@@ -15,6 +15,8 @@ Integers and uniforms are bit-identical on every device; normals go through log 
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 import zlib
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from torch import Tensor
 
 def _signed(value: int) -> int:
     """The two's-complement int64 of an unsigned 64-bit number (torch has no shifts on uint64)."""
-    value &= 0xFFFFFFFFFFFFFFFF
+    value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -33,6 +35,7 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 _LOW31 = (1 << 31) - 1
+_ALL = (1 << 64) - 1
 
 
 def _xor_shift(state: Tensor, bits: int) -> Tensor:
@@ -42,9 +45,27 @@ def _xor_shift(state: Tensor, bits: int) -> Tensor:
 
 def _mix(state: Tensor) -> Tensor:
     """Scramble int64 numbers one to one, so that neighbouring inputs give unrelated outputs."""
+    if state.is_cuda and has_triton():
+        from testtime import kernels  # the same arithmetic in one launch
+
+        return kernels.mix(state)
     state = _xor_shift(state, 30) * _FIRST
     state = _xor_shift(state, 27) * _SECOND
     return _xor_shift(state, 31)
+
+
+def _mix_one(state: int) -> int:
+    """`_mix` of a plain integer."""
+    state &= _ALL
+    for bits, factor in ((30, _FIRST), (27, _SECOND)):
+        state = ((state ^ (state >> bits)) * factor) & _ALL
+    return _signed(state ^ (state >> 31))
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether our CUDA kernels can run here: Triton comes with CUDA builds of torch."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -70,7 +91,7 @@ class Draws:
     def fold(self, number: int | Tensor) -> Draws:
         """New streams that also depend on `number` (a step, a copy); a tensor broadcasts against the keys."""
         if isinstance(number, int):
-            number = torch.full((), _signed(number), dtype=torch.int64, device=self.keys.device)
+            return Draws(_mix(self.keys + _mix_one((number + 1) * _GOLDEN)))
         return Draws(_mix(self.keys + _mix((number.to(torch.int64) + 1) * _GOLDEN)))
 
     def purpose(self, name: str) -> Draws:

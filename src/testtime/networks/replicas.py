@@ -9,7 +9,7 @@ a network does to each image by itself needs no change. Only layers with paramet
 another set of them for each B images: convolution, GroupNorm, BatchNorm, LayerNorm, linear. A part with parameters
 anywhere else goes through `torch.func.vmap` instead. Which of the two is right is tried out on real numbers.
 
-On CUDA, convolution and GroupNorm have kernels of their own (kernels.py); elsewhere they are plain torch.
+On CUDA, convolution and GroupNorm have kernels of ours (testtime/kernels.py); elsewhere they are plain torch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from testtime.networks.resnet import GroupNormReLU
+from testtime.networks.resnet import AddingConv2d, GroupNormReLU
 from testtime.networks.ynet import YNet
+from testtime.randomness import has_triton
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Replicas:
             raise ValueError(f"`count` must be at least 1, got {count}.")
         self.count, self.dtype = count, dtype
         self._normalise = copy.deepcopy(net).normalise
-        self.parts: dict[Part, _Shared | _Tall | _Mapped] = {}
+        self.parts: dict[Part, _Tall | _Mapped | _Plain] = {}
         inputs = None if example is None else net.normalise(example)
         for name in PARTS:
             module = copy.deepcopy(getattr(net, name)).eval().requires_grad_(False)
@@ -65,13 +66,18 @@ class Replicas:
             if name == "encoder" and given is not None:
                 with torch.no_grad():
                     inputs = module(given)  # what the two branches will see
-            self.parts[name] = _replicate(module, count, given, name) if name in parts else _Shared(module, dtype)
+            self.parts[name] = _replicate(module, count, given, name) if name in parts else _share(module, dtype)
         self.tensors: dict[str, Tensor] = {}
         for name in parts:
             inner = self.parts[name].inner
             for key, tensor in [*inner.named_parameters(), *inner.named_buffers()]:
                 self.tensors[f"{name}.{key}"] = tensor
-        self._pieces = _store_together(self.tensors.values())
+        self._parameters = {name: t for name, t in self.tensors.items() if isinstance(t, nn.Parameter)}
+        self.numbers = self.pack(self._parameters)  # all parameters, (S, P): a row is a replica
+        for name, stored in self.unpack(self.numbers).items():
+            self._parameters[name].data = stored
+        buffers = [tensor for tensor in self.tensors.values() if not isinstance(tensor, nn.Parameter)]
+        self._pieces = [self.numbers, *buffers]
         self._origin = self.snapshot()
 
     def encode(self, images: Tensor) -> Tensor:
@@ -108,11 +114,25 @@ class Replicas:
     def parameters(self, parts: Iterable[Part]) -> dict[str, Tensor]:
         """The stacked parameters `(S, ...)` of some parts by name, without buffers."""
         prefixes = tuple(f"{part}." for part in parts)
-        return {
-            name: tensor
-            for name, tensor in self.tensors.items()
-            if isinstance(tensor, nn.Parameter) and name.startswith(prefixes)
-        }
+        return {name: tensor for name, tensor in self._parameters.items() if name.startswith(prefixes)}
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Tensors of the parameters' names and shapes, `(S, ...)` each, as one tensor `(S, P)`."""
+        rows = [_channels_innermost(tensors[name]).reshape(self.count, -1) for name in self._parameters]
+        return torch.cat(rows, dim=1) if rows else torch.zeros(self.count, 0)
+
+    def unpack(self, numbers: Tensor) -> dict[str, Tensor]:
+        """Views into one tensor `(S, P)` by the parameters' names, each of its parameter's shape.
+
+        On CUDA, filters lie in it with their channels innermost, as the kernels read them; the views hide that.
+        """
+        views, place = {}, 0
+        for name, parameter in self._parameters.items():
+            shape, size = _channels_innermost(parameter).shape, parameter[0].numel()
+            piece = numbers[:, place : place + size].reshape(shape)
+            views[name] = piece if shape == parameter.shape else piece.permute(0, 4, 3, 1, 2)
+            place += size
+        return views
 
     def snapshot(self) -> list[Tensor]:
         """A copy of everything that can change, for `restore`."""
@@ -159,48 +179,20 @@ class Replicas:
         return torch.stack(sums).isfinite().all(0)
 
 
-def _store_together(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Move stacked parameters into one tensor `(S, P)`, a row a replica, so that all are copied and checked at once.
-
-    On CUDA, filters lie in it with their channels innermost, as the kernels read them; nobody else sees a difference.
-
-    Returns:
-        That tensor, and every buffer as it is.
-    """
-    tensors = list(tensors)
-    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-    pieces = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
-    if not parameters:
-        return pieces
-    count = len(parameters[0])
-    ordered = [_channels_innermost(tensor.detach()) for tensor in parameters]
-    numbers = torch.cat([tensor.reshape(count, -1) for tensor in ordered], dim=1)
-    place = 0
-    for parameter, tensor in zip(parameters, ordered, strict=True):
-        size = tensor[0].numel()
-        if count == 1:
-            stored = numbers.view(-1)[place : place + size].view(tensor.shape)
-        else:
-            stored = numbers[:, place : place + size].view(tensor.shape)
-        place += size
-        parameter.data = stored if tensor.shape == parameter.shape else stored.permute(0, 4, 3, 1, 2)
-    return [numbers, *pieces]
-
-
 def _channels_innermost(stacked: Tensor) -> Tensor:
-    """Filters `(S, O, I, k, k)` on CUDA as `(S, k, k, I, O)`; anything else as it is."""
+    """Filters `(S, O, I, k, k)` on CUDA as `(S, k, k, I, O)`; anything else as it is."""  # see kernels.py
     return stacked.permute(0, 3, 4, 2, 1) if stacked.is_cuda and stacked.dim() == 5 else stacked
 
 
-class _Shared(nn.Module):
-    """A part that is held once and serves all replicas."""
+class _Plain(nn.Module):
+    """A part that is held once, serves all replicas, and has layers that are not known here."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
-        self.inner = module.to(dtype).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # torch's stub
+        self.inner = module.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(_join(x)).unflatten(0, x.shape[:2])
+        return self.inner(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
 class _Tall(nn.Module):
@@ -248,6 +240,11 @@ def _stack(tensor: Tensor, count: int) -> Any:
     return nn.Parameter(stacked, requires_grad=False) if isinstance(tensor, nn.Parameter) else stacked
 
 
+def _share(module: nn.Module, dtype: torch.dtype) -> _Tall | _Plain:
+    """A part held once for all replicas: one replica that all their images go through."""
+    return _Tall(module, 1) if _unknown_layer(module) is None else _Plain(module, dtype)
+
+
 def _replicate(module: nn.Module, count: int, inputs: Tensor | None, name: str) -> _Tall | _Mapped:
     reason = _unknown_layer(module)
     if reason is None and inputs is not None:
@@ -288,12 +285,16 @@ class _Conv2d(nn.Module):
         self.stride, self.dilation, self.groups = layer.stride, layer.dilation, layer.groups
         self.padding: Any = layer.padding  # a pair or "same"
 
-    def forward(self, x: Tensor) -> Tensor:
-        count = len(self.weight)
+    def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         if _kernels_fit(self, x):
-            from testtime.networks import kernels
+            from testtime import kernels
 
-            return kernels.convolve(x, self.weight, self.stride[0], self.padding[0])
+            return kernels.convolve(x, self.weight, self.stride[0], self.padding[0], shortcut)
+        y = self._convolve(x)
+        return y if shortcut is None else y + shortcut
+
+    def _convolve(self, x: Tensor) -> Tensor:
+        count = len(self.weight)
         rest = self.stride, self.padding, self.dilation
         weight = self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -319,7 +320,7 @@ class _GroupNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if _kernels_fit(self, x):
-            from testtime.networks import kernels
+            from testtime import kernels
 
             return kernels.group_norm(x, self.groups, self.weight, self.bias, self.eps, self.relu)
         if self.weight is not None and len(self.weight) == 1:
@@ -403,11 +404,11 @@ def _scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: int = 1)
 
 def _kernels_fit(layer: _Conv2d | _GroupNorm, x: Tensor) -> bool:
     """Whether a layer has a CUDA kernel of ours for these inputs."""
-    if not x.is_cuda or not _has_triton():
+    if not x.is_cuda or not has_triton() or x.numel() >= 2**30:
         return False
     if isinstance(layer, _GroupNorm):
         channels = x.shape[1]
-        return layer.weight is not None and channels <= 128 and channels & (channels - 1) == 0
+        return layer.weight is not None and channels <= 1024 and channels & (channels - 1) == 0
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     return (
         not exact
@@ -418,21 +419,13 @@ def _kernels_fit(layer: _Conv2d | _GroupNorm, x: Tensor) -> bool:
         and layer.stride[0] == layer.stride[1]
         and layer.padding[0] == layer.padding[1]
         and layer.weight.shape[-2:] == (3, 3)
-        and max(layer.weight.shape[1:3]) <= 128
-        and x.numel() * max(1, layer.weight.shape[1] // x.shape[1]) < 2**31
+        and max(layer.weight.shape[1:3]) <= 64
     )
-
-
-def _has_triton() -> bool:
-    try:
-        import triton  # noqa: F401  # pyright: ignore[reportMissingImports]  # comes with CUDA builds of torch
-    except ImportError:
-        return False
-    return True
 
 
 _TALL: dict[type[nn.Module], Callable[..., nn.Module]] = {
     nn.Conv2d: _Conv2d,
+    AddingConv2d: _Conv2d,
     nn.GroupNorm: _GroupNorm,
     GroupNormReLU: _GroupNorm,
     nn.BatchNorm1d: _BatchNorm,

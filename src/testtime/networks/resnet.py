@@ -27,6 +27,13 @@ class GroupNormReLU(nn.GroupNorm):
         return F.relu(super().forward(x))
 
 
+class AddingConv2d(nn.Conv2d):
+    """A convolution and the shortcut added to it as one layer, so that both can be computed in one go."""
+
+    def forward(self, x: Tensor, shortcut: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + shortcut
+
+
 class ZeroPadShortcut(nn.Module):
     """The parameter-free shortcut of a strided block: 2×2 average pooling, missing channels are zeros."""
 
@@ -36,8 +43,10 @@ class ZeroPadShortcut(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.stride == 2 and x.shape[-2] % 2 == 0 and x.shape[-1] % 2 == 0:
-            x = x.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2)).mean((-3, -1))  # its gradient is a mere copy
-        elif self.stride > 1:
+            # A mean over pairs of rows and columns, whose gradient is a mere copy; channels last, as images lie.
+            pairs = x.permute(0, 2, 3, 1).unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (N, h, 2, w, 2, C)
+            return F.pad(pairs.mean((2, 4)), (0, self.extra)).permute(0, 3, 1, 2)
+        if self.stride > 1:
             x = F.avg_pool2d(x, self.stride, ceil_mode=True)  # ceil: as the strided convolution rounds
         return F.pad(x, (0, 0, 0, 0, 0, self.extra))
 
@@ -50,13 +59,13 @@ class PreActivationBlock(nn.Module):
         self.norm1 = _norm_relu(norm, inputs, groups=8)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
         self.norm2 = _norm_relu(norm, outputs, groups=8)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.conv2 = AddingConv2d(outputs, outputs, 3, padding=1, bias=False)
         plain = stride == 1 and inputs == outputs
         self.shortcut = nn.Identity() if plain else ZeroPadShortcut(stride, outputs - inputs)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv1(self.norm1(x))
-        return self.conv2(self.norm2(y)) + self.shortcut(x)
+        return self.conv2(self.norm2(y), self.shortcut(x))
 
 
 class PostActivationBlock(nn.Module):

@@ -1,0 +1,426 @@
+"""CUDA kernels, in Triton, for what costs the most when many replicas run as one network.
+
+cuDNN's grouped convolutions are made for few wide groups; replicas of a small network are many narrow ones. Here a
+program works for one replica, on a tile of its pixels, as a matrix product on the tensor cores. Images lie in memory
+with their channels last, `(S·B, H, W, C)`, so that three neighbouring pixels, a row of taps, are one contiguous run.
+
+- `convolve`: 3×3 convolution of up to 64 channels, with something added to the result if asked. Its gradient by the
+  input is the same kernel with the taps reversed; its gradient by the filters sums tiles of pixels in a fixed order
+  (no atomics: results do not vary from run to run).
+- `group_norm`: GroupNorm with or without the ReLU behind it; a program has one image, which comes from memory once.
+  What the backward pass needs besides the input is two numbers for each group.
+- `mix`: the hash of randomness.py in one launch.
+
+Filters stay float32 in memory and are rounded to the images' dtype as they are read. Products of bfloat16 images are
+summed in float32; products of float32 images are taken in TF32, so exact float32 is not for `convolve` but for cuDNN.
+"""
+
+# pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
+# (kernels are launched as kernel[grid](...) and branch at compile time; neither can be typed without triton installed)
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]  # comes with CUDA builds of torch, and only there
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+MOST_CHANNELS = 64
+
+
+def convolve(x: Tensor, weight: Tensor, stride: int, padding: int, plus: Tensor | None = None) -> Tensor:
+    """3×3 convolution of x `(S·B, I, H, W)`, channels last, with weights `(S, O, I, 3, 3)` → `(S·B, O, h, w)`.
+
+    The weights are best stored as `(S, 3, 3, I, O)` and shown permuted; others are copied into that order first.
+
+    Args:
+        x: Images, bfloat16 or float32.
+        weight: Filters, float32.
+        stride: Of rows and columns.
+        padding: Zeros around the image.
+        plus: Added to the result, of its shape.
+    """
+    outputs, inputs = weight.shape[1:3]
+    if weight.stride()[1:] != (1, outputs, 3 * inputs * outputs, inputs * outputs):
+        weight = weight.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)
+    return _Convolve.apply(x, weight, stride, padding, plus)  # type: ignore[return-value]
+
+
+def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, relu: bool) -> Tensor:
+    """GroupNorm of x `(S·B, C, H, W)`, channels last, with weight and bias `(S, C)`, then ReLU if asked."""
+    return _GroupNorm.apply(x, groups, weight, bias, eps, relu)  # type: ignore[return-value]
+
+
+def mix(state: Tensor) -> Tensor:
+    """Stafford's finaliser of int64 numbers, as randomness.py defines it."""
+    state = state.contiguous()
+    result = torch.empty_like(state)
+    _mix[(triton.cdiv(state.numel(), 1024),)](state, result, state.numel(), BLOCK=1024)
+    return result
+
+
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int, plus: Tensor | None) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        ctx.save_for_backward(x, weight)
+        ctx.stride, ctx.padding = stride, padding
+        images, _, height, width = x.shape
+        out = ((height + 2 * padding - 3) // stride + 1, (width + 2 * padding - 3) // stride + 1)
+        y = _channels_last(x, images, weight.shape[1], *out)
+        _launch_convolution(x, weight, y, stride, padding, plus, transposed=False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].contiguous(memory_format=torch.channels_last)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _channels_last(x, *x.shape)
+            _launch_convolution(grad, weight, grad_x, ctx.stride, ctx.padding, None, transposed=True)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _launch_weight_gradient(x, grad, weight, ctx.stride, ctx.padding)
+        return grad_x, grad_weight, None, None, grad if ctx.needs_input_grad[4] else None
+
+
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, relu: bool) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        images, channels, height, width = x.shape
+        y = _channels_last(x, *x.shape)
+        moments = torch.empty(images, 2, groups, dtype=torch.float32, device=x.device)
+        _norm_forward[(images,)](
+            x, y, weight, bias, moments, images // len(weight), height * width, weight.stride(0), bias.stride(0), eps,
+            C=channels, G=groups, RELU=relu, **_norm_tile(height * width, channels),
+        )  # fmt: skip
+        ctx.save_for_backward(x, weight, bias, moments)
+        ctx.groups, ctx.relu = groups, relu
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, moments = ctx.saved_tensors
+        grad = grads[0].contiguous(memory_format=torch.channels_last)
+        images, channels, height, width = x.shape
+        grad_x = _channels_last(x, *x.shape)
+        sums = torch.empty(2, images, channels, dtype=torch.float32, device=x.device)
+        _norm_backward[(images,)](
+            x, grad, grad_x, weight, bias, moments, sums, images // len(weight), height * width, images,
+            weight.stride(0), bias.stride(0),
+            C=channels, G=ctx.groups, RELU=ctx.relu, **_norm_tile(height * width, channels),
+        )  # fmt: skip
+        grad_weight, grad_bias = sums.view(2, len(weight), -1, channels).sum(2)
+        return grad_x, None, grad_weight, grad_bias, None, None
+
+
+def _channels_last(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+
+
+def _norm_tile(pixels: int, channels: int) -> dict[str, Any]:
+    block = min(triton.next_power_of_2(pixels), max(16, 16384 // channels))
+    warps = min(16, max(2, block * channels // 1024))
+    return {"BLOCK": block, "ONCE": block >= pixels, "num_warps": triton.next_power_of_2(warps)}
+
+
+def _power(count: int) -> int:
+    return max(16, triton.next_power_of_2(count))
+
+
+def _launch_convolution(
+    x: Tensor, weight: Tensor, y: Tensor, stride: int, padding: int, plus: Tensor | None, transposed: bool
+) -> None:
+    replicas, outputs, inputs = weight.shape[:3]
+    if transposed:
+        outputs, inputs = inputs, outputs
+    per_replica = len(x) // replicas
+    # Transposed with a stride, only every stride-th row and column can come from a given tap: pixels are taken by
+    # their phase, so that a program knows which taps it needs at all.
+    phases = stride if transposed else 1
+    rows, columns = triton.cdiv(y.shape[2], phases), triton.cdiv(y.shape[3], phases)
+    places = per_replica * rows * columns
+    block_m = 128 if places >= 8192 else 64
+    # A row of taps as one product where a tap is too short for one.
+    block_k = _power(3 * inputs) if inputs < 16 and phases == 1 else _power(inputs)
+    if plus is not None:
+        plus = plus.contiguous(memory_format=torch.channels_last)
+    _convolution[(triton.cdiv(places, block_m), replicas * phases**2)](
+        x, weight, y if plus is None else plus, y,
+        per_replica, x.shape[2], x.shape[3], y.shape[2], y.shape[3], rows, columns, weight.stride(0),
+        IN=inputs, OUT=outputs, STRIDE=stride, PADDING=padding, TRANSPOSED=transposed, PHASES=phases,
+        PLUS=plus is not None, BLOCK_M=block_m, BLOCK_N=_power(outputs), BLOCK_K=block_k, num_warps=4,
+    )  # fmt: skip
+
+
+def _launch_weight_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    replicas, outputs, inputs = weight.shape[:3]
+    per_replica = len(x) // replicas
+    pixels = per_replica * grad.shape[2] * grad.shape[3]
+    block_k, block_o = _power(3 * inputs), _power(outputs)
+    block_m = 128 if block_k <= 128 else 64
+    if x.element_size() == 4:
+        block_m //= 2
+    # Enough programs to fill the chip several times, but no more than there are tiles of pixels.
+    splits = max(1, min(triton.cdiv(pixels, block_m), triton.cdiv(1536, replicas * 3)))
+    partial = torch.empty(splits, replicas, 3, 3, inputs, outputs, dtype=torch.float32, device=x.device)
+    _weight_gradient[(splits, 3, replicas)](
+        x, grad, partial, per_replica, x.shape[2], x.shape[3], grad.shape[2], grad.shape[3], splits,
+        IN=inputs, OUT=outputs, STRIDE=stride, PADDING=padding, BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_O=block_o,
+        num_warps=8 if block_k * block_o > 8192 else 4, num_stages=3 if x.element_size() == 2 else 2,
+    )  # fmt: skip
+    return (partial[0] if splits == 1 else partial.sum(0)).permute(0, 4, 3, 1, 2)
+
+
+@triton.jit
+def _convolution(
+    x_ptr, w_ptr, plus_ptr, y_ptr, per_replica, in_h, in_w, out_h, out_w, rows, columns, w_stride,
+    IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PHASES: tl.constexpr, PLUS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of BLOCK_M output pixels of one replica; filters lie as (S, 3, 3, I, O).
+
+    Transposed, it is the gradient by the input: x is the gradient by the output, and an output pixel collects from the
+    places whose window covered it.
+    """
+    replica = tl.program_id(1) // (PHASES * PHASES)
+    phase_row = tl.program_id(1) // PHASES % PHASES
+    phase_column = tl.program_id(1) % PHASES
+    place = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    channel = tl.arange(0, BLOCK_N)
+    row = place // columns % rows * PHASES + phase_row
+    column = place % columns * PHASES + phase_column
+    inside = (place < per_replica * rows * columns) & (row < out_h) & (column < out_w)
+    image = replica * per_replica + place // (rows * columns)
+    w_ptr += replica.to(tl.int64) * w_stride
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if PHASES == 1:
+        if TRANSPOSED:  # the taps of a row from right to left, so that pixels go from left to right
+            first = column + PADDING - 2
+        else:
+            first = column * STRIDE - PADDING
+        for tap_row in tl.static_range(3):
+            if TRANSPOSED:
+                from_row = row + PADDING - tap_row
+            else:
+                from_row = row * STRIDE - PADDING + tap_row
+            good = inside & (from_row >= 0) & (from_row < in_h)
+            source = ((image * in_h + from_row) * in_w + first) * IN
+            if BLOCK_K == IN and IN <= 32:
+                # Three loads on their way at once, then three products.
+                k = tl.arange(0, BLOCK_K)
+                left_valid = good & (first >= 0) & (first < in_w)
+                middle_valid = good & (first + 1 >= 0) & (first + 1 < in_w)
+                right_valid = good & (first + 2 >= 0) & (first + 2 < in_w)
+                run = x_ptr + source[:, None] + k[None, :]
+                left = tl.load(run, mask=left_valid[:, None], other=0.0)
+                middle = tl.load(run + IN, mask=middle_valid[:, None], other=0.0)
+                right = tl.load(run + 2 * IN, mask=right_valid[:, None], other=0.0)
+                if TRANSPOSED:  # here IN is what the filters give
+                    at = (tap_row * 3 + 2) * IN * OUT + channel[None, :] * IN + k[:, None]
+                    next_tap: tl.constexpr = -IN * OUT
+                else:
+                    at = tap_row * 3 * IN * OUT + k[:, None] * OUT + channel[None, :]
+                    next_tap: tl.constexpr = IN * OUT
+                known = (channel < OUT)[None, :]
+                left_filters = tl.load(w_ptr + at, mask=known, other=0.0)
+                middle_filters = tl.load(w_ptr + at + next_tap, mask=known, other=0.0)
+                right_filters = tl.load(w_ptr + at + 2 * next_tap, mask=known, other=0.0)
+                total = tl.dot(left, left_filters.to(left.dtype), total)
+                total = tl.dot(middle, middle_filters.to(left.dtype), total)
+                total = tl.dot(right, right_filters.to(left.dtype), total)
+            else:
+                for start in tl.static_range(0, 3 * IN, BLOCK_K):
+                    k = start + tl.arange(0, BLOCK_K)
+                    from_column = first[:, None] + (k // IN)[None, :]
+                    valid = good[:, None] & (from_column >= 0) & (from_column < in_w) & (k < 3 * IN)[None, :]
+                    patch = tl.load(x_ptr + source[:, None] + k[None, :], mask=valid, other=0.0)
+                    if TRANSPOSED:
+                        tap = (tap_row * 3 + 2 - k // IN)[:, None] * (IN * OUT)
+                        at = tap + channel[None, :] * IN + (k % IN)[:, None]
+                    else:
+                        at = tap_row * 3 * IN * OUT + k[:, None] * OUT + channel[None, :]
+                    filters = tl.load(w_ptr + at, mask=(k < 3 * IN)[:, None] & (channel < OUT)[None, :], other=0.0)
+                    total = tl.dot(patch, filters.to(patch.dtype), total)
+    else:
+        k = tl.arange(0, BLOCK_K)
+        for tap in tl.static_range(9):
+            up = PADDING - tap // 3
+            aside = PADDING - tap % 3
+            # The sums are kept above zero: remainders and quotients of negative numbers are rounded otherwise.
+            down = (phase_row + up + PHASES * 4) % PHASES
+            right = (phase_column + aside + PHASES * 4) % PHASES
+            if down + right == 0:
+                from_row = (row + up + PHASES * 4) // PHASES - 4
+                from_column = (column + aside + PHASES * 4) // PHASES - 4
+                valid = inside & (from_row >= 0) & (from_column >= 0) & (from_row < in_h) & (from_column < in_w)
+                source = ((image * in_h + from_row) * in_w + from_column) * IN
+                patch = tl.load(
+                    x_ptr + source[:, None] + k[None, :], mask=valid[:, None] & (k < IN)[None, :], other=0.0
+                )
+                at = tap * IN * OUT + channel[None, :] * IN + k[:, None]
+                filters = tl.load(w_ptr + at, mask=(k < IN)[:, None] & (channel < OUT)[None, :], other=0.0)
+                total = tl.dot(patch, filters.to(patch.dtype), total)
+    target = ((image * out_h + row) * out_w + column)[:, None] * OUT + channel[None, :]
+    mask = inside[:, None] & (channel < OUT)[None, :]
+    if PLUS:
+        total += tl.load(plus_ptr + target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + target, total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weight_gradient(
+    x_ptr, g_ptr, out_ptr, per_replica, in_h, in_w, out_h, out_w, splits,
+    IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr,
+):  # fmt: skip
+    """One row of taps of one replica's filters, summed over every `splits`-th tile of BLOCK_M pixels."""
+    replica = tl.program_id(2)
+    tap_row = tl.program_id(1)
+    k = tl.arange(0, BLOCK_K)  # tap within the row, times IN, plus input channel
+    o = tl.arange(0, BLOCK_O)
+    pixels = per_replica * out_h * out_w
+    total = tl.zeros((BLOCK_K, BLOCK_O), dtype=tl.float32)
+    for start in range(tl.program_id(0) * BLOCK_M, pixels, splits * BLOCK_M):
+        pixel = start + tl.arange(0, BLOCK_M)
+        inside = pixel < pixels
+        image = replica * per_replica + pixel // (out_h * out_w)
+        row = pixel // out_w % out_h
+        column = pixel % out_w
+        at = ((image * out_h + row) * out_w + column) * OUT
+        gradient = tl.load(g_ptr + at[:, None] + o[None, :], mask=inside[:, None] & (o < OUT)[None, :], other=0.0)
+        from_row = row * STRIDE - PADDING + tap_row
+        first = column * STRIDE - PADDING
+        from_column = first[:, None] + (k // IN)[None, :]
+        good = inside & (from_row >= 0) & (from_row < in_h)
+        valid = good[:, None] & (from_column >= 0) & (from_column < in_w) & (k < 3 * IN)[None, :]
+        source = ((image * in_h + from_row) * in_w + first) * IN
+        patch = tl.load(x_ptr + source[:, None] + k[None, :], mask=valid, other=0.0)
+        total = tl.dot(tl.trans(patch), gradient, total)
+    base = ((tl.program_id(0).to(tl.int64) * tl.num_programs(2) + replica) * 3 + tap_row) * 3 * IN * OUT
+    mask = (k < 3 * IN)[:, None] & (o < OUT)[None, :]
+    tl.store(out_ptr + base + k[:, None] * OUT + o[None, :], total, mask=mask)
+
+
+@triton.jit
+def _spread(values, C: tl.constexpr, G: tl.constexpr):
+    """Sums over each group's channels, given to every channel: (C,) → (C,)."""
+    sums = tl.sum(tl.reshape(values, (G, C // G)), axis=1)
+    return tl.reshape(tl.broadcast_to(sums[:, None], (G, C // G)), (C,))
+
+
+@triton.jit
+def _read(ptr, pixel, channel, pixels, C: tl.constexpr):
+    """A tile of an image, (pixels, channels), as float32; zeros beyond the image."""
+    at = pixel[:, None] * C + channel[None, :]
+    return tl.load(ptr + at, mask=(pixel < pixels)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _norm_forward(
+    x_ptr, y_ptr, w_ptr, b_ptr, moments_ptr, per_replica, pixels, w_stride, b_stride, eps,
+    C: tl.constexpr, G: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """One image: mean, then variance around it, then the result. A small image is read once, a large one in tiles."""
+    image = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, C)
+    tile = tl.arange(0, BLOCK)
+    x_ptr += image * pixels * C
+    y_ptr += image * pixels * C
+    count = pixels * (C // G)
+    if ONCE:
+        x = _read(x_ptr, tile, channel, pixels, C)
+        mean = _spread(tl.sum(x, axis=0), C, G) / count
+        off = tl.where((tile < pixels)[:, None], x - mean[None, :], 0.0)
+        variance = _spread(tl.sum(off * off, axis=0), C, G) / count
+    else:
+        total = tl.zeros((C,), dtype=tl.float32)
+        for start in range(0, pixels, BLOCK):
+            total += tl.sum(_read(x_ptr, start + tile, channel, pixels, C), axis=0)
+        mean = _spread(total, C, G) / count
+        total = tl.zeros((C,), dtype=tl.float32)
+        for start in range(0, pixels, BLOCK):
+            off = _read(x_ptr, start + tile, channel, pixels, C) - mean[None, :]
+            off = tl.where((start + tile < pixels)[:, None], off, 0.0)
+            total += tl.sum(off * off, axis=0)
+        variance = _spread(total, C, G) / count
+    scale = 1.0 / tl.sqrt(variance + eps)
+    replica = tl.program_id(0) // per_replica
+    weight = tl.load(w_ptr + replica * w_stride + channel) * scale
+    bias = tl.load(b_ptr + replica * b_stride + channel) - mean * weight
+    for start in range(0, pixels, BLOCK):
+        if not ONCE:
+            x = _read(x_ptr, start + tile, channel, pixels, C)
+        y = x * weight[None, :] + bias[None, :]
+        if RELU:
+            y = tl.where(y > 0, y, tl.where(y == y, 0.0, y))  # as torch: what is not a number stays so
+        at = (start + tile)[:, None] * C + channel[None, :]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(start + tile < pixels)[:, None])
+    group = channel // (C // G)
+    leads = channel % (C // G) == 0
+    tl.store(moments_ptr + image * 2 * G + group, mean, mask=leads)
+    tl.store(moments_ptr + image * 2 * G + G + group, scale, mask=leads)
+
+
+@triton.jit
+def _norm_backward(
+    x_ptr, g_ptr, out_ptr, w_ptr, b_ptr, moments_ptr, sums_ptr, per_replica, pixels, images, w_stride, b_stride,
+    C: tl.constexpr, G: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """One image: its gradient by the input, and its share of the gradients by scale and shift."""
+    image = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, C)
+    tile = tl.arange(0, BLOCK)
+    group = channel // (C // G)
+    x_ptr += image * pixels * C
+    g_ptr += image * pixels * C
+    out_ptr += image * pixels * C
+    mean = tl.load(moments_ptr + image * 2 * G + group)
+    scale = tl.load(moments_ptr + image * 2 * G + G + group)
+    replica = tl.program_id(0) // per_replica
+    weight = tl.load(w_ptr + replica * w_stride + channel)
+    bias = tl.load(b_ptr + replica * b_stride + channel)
+    sum_grad = tl.zeros((C,), dtype=tl.float32)
+    sum_product = tl.zeros((C,), dtype=tl.float32)
+    if ONCE:
+        grad = _read(g_ptr, tile, channel, pixels, C)
+        unit = (_read(x_ptr, tile, channel, pixels, C) - mean[None, :]) * scale[None, :]
+        if RELU:
+            grad = tl.where(unit * weight[None, :] + bias[None, :] > 0, grad, 0.0)
+        sum_grad += tl.sum(grad, axis=0)
+        sum_product += tl.sum(grad * unit, axis=0)
+    else:
+        for start in range(0, pixels, BLOCK):
+            grad = _read(g_ptr, start + tile, channel, pixels, C)
+            unit = (_read(x_ptr, start + tile, channel, pixels, C) - mean[None, :]) * scale[None, :]
+            if RELU:
+                grad = tl.where(unit * weight[None, :] + bias[None, :] > 0, grad, 0.0)
+            sum_grad += tl.sum(grad, axis=0)
+            sum_product += tl.sum(grad * unit, axis=0)
+    tl.store(sums_ptr + image * C + channel, sum_product)
+    tl.store(sums_ptr + (images + image) * C + channel, sum_grad)
+    count = pixels * (C // G)
+    shift = _spread(weight * sum_grad, C, G) / count
+    slope = _spread(weight * sum_product, C, G) / count
+    for start in range(0, pixels, BLOCK):
+        if not ONCE:
+            grad = _read(g_ptr, start + tile, channel, pixels, C)
+            unit = (_read(x_ptr, start + tile, channel, pixels, C) - mean[None, :]) * scale[None, :]
+            if RELU:
+                grad = tl.where(unit * weight[None, :] + bias[None, :] > 0, grad, 0.0)
+        result = (grad * weight[None, :] - shift[None, :] - unit * slope[None, :]) * scale[None, :]
+        at = (start + tile)[:, None] * C + channel[None, :]
+        tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=(start + tile < pixels)[:, None])
+
+
+@triton.jit
+def _mix(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    state = tl.load(x_ptr + place, mask=place < count, other=0)
+    # The shifts are arithmetic; the masks make them logical. The factors are SplitMix64's, as signed numbers.
+    state = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    state = (state ^ ((state >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    tl.store(y_ptr + place, state ^ ((state >> 31) & 0x1FFFFFFFF), mask=place < count)
