@@ -1,0 +1,79 @@
+"""Files are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from testtime.storage import whole_file, write_whole
+
+
+def test_a_file_appears_with_its_content_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "folder" / "file.txt"
+    write_whole(path, "grüße")
+    assert path.read_bytes() == "grüße".encode()
+    write_whole(str(path), b"\x00\xff")
+    assert path.read_bytes() == b"\x00\xff"
+    assert [entry.name for entry in path.parent.iterdir()] == ["file.txt"]
+
+
+def test_others_may_read_the_file(tmp_path: Path) -> None:
+    write_whole(tmp_path / "file", "text")
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("existed", [True, False])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, OSError])
+def test_a_failure_half_way_leaves_what_was_there(tmp_path: Path, existed: bool, error: type[BaseException]) -> None:
+    path = tmp_path / "file"
+    if existed:
+        path.write_text("old")
+
+    def write() -> None:
+        with whole_file(path) as temporary:
+            temporary.write_text("ne")
+            raise error("no space left")
+
+    with pytest.raises(error, match="no space left"):
+        write()
+    assert [entry.name for entry in tmp_path.iterdir()] == (["file"] if existed else [])
+    if existed:
+        assert path.read_text() == "old"
+
+
+def test_a_failing_replacement_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("refused")
+
+    (tmp_path / "file").write_text("old")
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(PermissionError, match="refused"):
+        write_whole(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    contents = {b"a" * 100_000, b"b" * 70_000}
+    write_whole(path, b"a" * 100_000)
+    done = threading.Event()
+
+    def write() -> None:
+        for _ in range(20):
+            for content in contents:
+                write_whole(path, content)
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while not done.is_set():
+        seen.add(path.read_bytes())
+    writer.join()
+    assert seen <= contents
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,112 @@
+"""Tasks: rotations against numpy's, the loss against cross-entropy by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from testtime import tasks
+from testtime.randomness import Draws
+from testtime.tasks import Rotation
+
+
+def pictures(count: int, height: int, width: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    pixels = Draws.of(9, torch.arange(count)).integers(256, 3, height, width)
+    return pixels.to(torch.uint8) if dtype == torch.uint8 else pixels.to(dtype) / 255
+
+
+def turn_by_hand(image: Tensor, turns: int) -> np.ndarray:
+    """Cut to the central square, then turn counter-clockwise."""
+    height, width = image.shape[-2:]
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    square = image.numpy()[:, top : top + side, left : left + side]
+    return np.stack([np.rot90(channel, turns) for channel in square])
+
+
+SIZES = [(8, 8), (7, 7), (6, 10), (11, 4), (5, 8), (1, 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_random_turns_are_exact_quarter_turns(height: int, width: int, dtype: torch.dtype) -> None:
+    images = pictures(40, height, width, dtype)
+    views, targets = Rotation().views(images, Draws.of(0, torch.arange(40)))
+    assert views.dtype == dtype
+    assert set(targets.tolist()) == {0, 1, 2, 3}
+    for image, view, target in zip(images, views, targets.tolist(), strict=True):
+        assert np.array_equal(view.numpy(), turn_by_hand(image, target))
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_all_turns_are_grouped_by_image_upright_first(height: int, width: int) -> None:
+    images = pictures(5, height, width)
+    views, targets = Rotation("all").views(images, Draws.of(0, torch.arange(5)))
+    assert targets.tolist() == [0, 1, 2, 3] * 5
+    for place, view in enumerate(views):
+        assert np.array_equal(view.numpy(), turn_by_hand(images[place // 4], place % 4))
+
+
+@pytest.mark.parametrize("each", ["random", "all"])
+def test_the_probe_is_all_four_turns_without_chance(each: str) -> None:
+    images = pictures(3, 6, 9)
+    views, targets = Rotation(each).probe(images)  # type: ignore[arg-type]
+    expected, _ = Rotation("all").views(images, Draws.of(1, torch.arange(3)))
+    assert torch.equal(views, expected)
+    assert torch.equal(views[::4], images[..., 1:7])  # the plain image's square is the first view of each
+    assert targets.tolist() == [0, 1, 2, 3] * 3
+
+
+def test_a_turn_depends_on_its_own_key_alone() -> None:
+    images = pictures(20, 6, 6)
+    views, targets = Rotation().views(images, Draws.of(3, torch.arange(20)))
+    order = torch.arange(19, -1, -1)
+    again, turned = Rotation().views(images[order], Draws.of(3, order))
+    assert torch.equal(again, views[order])
+    assert torch.equal(turned, targets[order])
+    other = Rotation().views(images, Draws.of(4, torch.arange(20)))[1]
+    assert not torch.equal(other, targets)
+
+
+def test_turns_are_equally_likely() -> None:
+    counts = Rotation().views(torch.zeros(8000, 1, 1, 1), Draws.of(0, torch.arange(8000)))[1].bincount()
+    assert float(((counts - 2000) ** 2 / 2000).sum()) < 21.1  # chi-square of 3 degrees, once in ten thousand
+
+
+def test_images_are_not_changed() -> None:
+    images = pictures(4, 6, 8)
+    before = images.clone()
+    for each in ("random", "all"):
+        Rotation(each).views(images, Draws.of(0, torch.arange(4)))  # type: ignore[arg-type]
+    assert torch.equal(images, before)
+
+
+@given(st.integers(1, 30), st.integers(0, 1000))
+def test_the_loss_is_cross_entropy_for_each_view(count: int, seed: int) -> None:
+    draws = Draws.of(seed, torch.arange(count))
+    outputs, targets = draws.normal(4) * 5, draws.integers(4)
+    losses = Rotation().loss(outputs, targets)
+    probabilities = outputs.double().exp() / outputs.double().exp().sum(1, keepdim=True)
+    expected = -probabilities[torch.arange(count), targets].log()
+    assert losses.shape == (count,)
+    assert torch.allclose(losses.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_loss_of_half_precision_is_taken_in_float32() -> None:
+    outputs, targets = torch.tensor([[9.0, 1.0, 2.0, 3.0]]).bfloat16(), torch.tensor([0])
+    loss = Rotation().loss(outputs, targets)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, Rotation().loss(outputs.float(), targets))
+
+
+def test_names_and_choices() -> None:
+    assert tasks.make("rotation") == Rotation()
+    assert (Rotation().name, Rotation().outputs) == ("rotation", 4)
+    with pytest.raises(ValueError, match="`task` must be \"rotation\", got 'jigsaw'"):
+        tasks.make("jigsaw")
+    with pytest.raises(ValueError, match='`each` must be "random" or "all", got \'some\''):
+        Rotation("some")  # type: ignore[arg-type]
