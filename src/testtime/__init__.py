@@ -11,8 +11,7 @@ The way through the package, which is also the way its modules import each other
     records = list(tt.evaluate(adapter, test_set))       # one record for each image
     print(f"{tt.error(records):.1%}")
 
-The names below are the public ones. `tt.train` and `tt.evaluate` are the functions; `from testtime.train import …`
-reaches the rest of the modules they live in.
+The names below are the public ones.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -24,7 +23,7 @@ from testtime.evaluate import Flips, Record, error, evaluate, flips, running_err
 from testtime.networks import Card, CheckpointError, YNet, load, resnet18, resnet26, resnet50, shipped, split
 from testtime.randomness import Draws
 from testtime.tasks import Rotation, Task
-from testtime.train import Recipe, TrainingError, train
+from testtime.training import Recipe, TrainingError, train
 
 try:
     __version__ = version("testtime")

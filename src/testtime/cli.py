@@ -338,8 +338,8 @@ def train(
       torchrun --nproc-per-node 4 -m testtime train --data cifar10 --out runs/c
     """
     from testtime import data as datasets
-    from testtime.train import is_first, prepare, process_group, tell
-    from testtime.train import train as train_network
+    from testtime.training import is_first, prepare, process_group, tell
+    from testtime.training import train as train_network
 
     if (target is not None) != (method == "uda"):
         raise typer.BadParameter("uda needs a target set, and only uda takes one.", param_hint="--target")
@@ -510,7 +510,7 @@ def corrupt(
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the page and its numbers.")] = Path("demo"),
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Passes over the training digits.", show_default="24; quick 3")
+        int | None, typer.Option(min=1, help="Passes over the training digits.", show_default="28; quick 3")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A rough version in seconds.")] = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +14,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn import functional as F
 
+from testtime import training
 from testtime.augment import CropFlip
 from testtime.data.sets import TensorSet
 from testtime.networks import CheckpointError, YNet, load, resnet26
 from testtime.networks.ynet import Card
 from testtime.randomness import Draws
 from testtime.tasks import Rotation
-from testtime.train import Batch, Pool, Progress, Recipe, Trainer, TrainingError, shuffle, train
+from testtime.training import Batch, Pool, Progress, Recipe, Trainer, TrainingError, shuffle, train
 
-training = importlib.import_module("testtime.train")
 CLASSES = 3
 
 
@@ -316,7 +315,7 @@ def test_a_step_reads_nothing_back(method: Any, norm: str) -> None:
 def test_a_set_read_by_the_batch_trains_as_one_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     source = TensorSet("noise", *pictures(), classes=("dark", "gray", "bright"))
     at_once = train(small_net(), source, recipe=SHORT, test=source)
-    monkeypatch.setattr(training, "RESIDENT_BYTES", 0)
+    monkeypatch.setattr("testtime.training.pool.RESIDENT_BYTES", 0)
     in_pieces = train(small_net(), source, recipe=SHORT, test=source)
     assert_same(weights(at_once), weights(in_pieces))
     assert at_once.card.classes == ("dark", "gray", "bright")

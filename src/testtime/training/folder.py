@@ -1,0 +1,147 @@
+"""The folder of a training run: its state after every epoch, and its record for readers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, distributed
+
+from testtime.machine import describe_machine
+from testtime.networks.ynet import CheckpointError
+from testtime.storage import whole_file, write_whole
+from testtime.training.pool import Pool, hash_tensors
+from testtime.training.processes import rank, world
+from testtime.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+_KEY = "testtime-training"
+_FORMAT = 1
+
+
+class Folder:
+    """Where a run keeps its state: `checkpoint.safetensors`, `record.json` and, at the end, `network.safetensors`.
+
+    Every file is written whole or not at all, by the first process. The checkpoint is the truth; the record is for
+    readers and is made anew from it.
+    """
+
+    def __init__(self, path: Path, configuration: dict[str, Any]) -> None:
+        self.configuration = configuration
+        self.checkpoint = path / "checkpoint.safetensors"
+        self.record = path / "record.json"
+        self.network = path / "network.safetensors"
+
+    def load(self, trainer: Trainer) -> list[dict[str, Any]]:
+        """Take up the run if there is one: the entries of the epochs it has behind it."""
+        history: list[dict[str, Any]] = []
+        if self.checkpoint.exists():
+            found, state = _read_checkpoint(self.checkpoint)
+            self._compare(found["configuration"])
+            try:
+                trainer.load(state)
+            except ValueError as error:
+                raise CheckpointError(f"{self.checkpoint}: {error}.") from None
+            history = found["history"]
+            log.info("%s: going on after epoch %d", self.checkpoint, len(history))
+        elif self.record.exists():
+            try:
+                found = json.loads(self.record.read_text())
+                configuration = found["configuration"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{self.record}: not the record of a training ({error}).") from None
+            self._compare(configuration)
+        if world() > 1:
+            distributed.barrier()  # all have read before the first process writes
+        if rank() == 0:
+            for part in self.record.parent.glob(".*.part"):  # what a killed process was writing
+                part.unlink(missing_ok=True)
+            self._write_record(history, trainer.device)
+        return history
+
+    def save(self, trainer: Trainer, history: list[dict[str, Any]]) -> None:
+        """Write the state after an epoch."""
+        if rank() != 0:
+            return
+        about = {"format": _FORMAT, "configuration": self.configuration, "history": history}
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in trainer.state().items()}
+        try:
+            with whole_file(self.checkpoint) as temporary:
+                save_file(tensors, temporary, metadata={_KEY: json.dumps(about)})
+        except SafetensorError as error:  # its way of saying that the disk is full
+            raise OSError(f"{self.checkpoint}: cannot be written ({error})") from None
+        self._write_record(history, trainer.device)
+
+    def _write_record(self, history: list[dict[str, Any]], device: torch.device) -> None:
+        write_whole(self.record, json.dumps(make_record(self.configuration, history, device), indent=1) + "\n")
+
+    def _compare(self, found: dict[str, Any]) -> None:
+        there, here = _flatten(found), _flatten(json.loads(json.dumps(self.configuration)))
+        different = [
+            f"{key}: {there.get(key, 'none')} there, {here.get(key, 'none')} now"
+            for key in sorted(there.keys() | here.keys())
+            if there.get(key) != here.get(key)
+        ]
+        if different:
+            raise ValueError(
+                f"{self.record.parent} holds a run of another configuration ({'; '.join(different)}). "
+                "Choose another folder."
+            )
+
+
+def _read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {})[_KEY])
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        if about["format"] != _FORMAT or not isinstance(about["history"], list):
+            raise ValueError(f"format {about['format']}")
+        _flatten(about["configuration"])
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: not a complete training checkpoint ({error}). Delete it to start anew."
+        ) from None
+    return about, state
+
+
+def _flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def describe_run(trainer: Trainer, test: Pool | None) -> dict[str, Any]:
+    """What decides a run's result; two runs that differ here do not share a folder."""
+    card = trainer.net.card
+    names = ("data", "target")
+    return {
+        "recipe": trainer.recipe.describe(),
+        "network": {
+            "architecture": card.architecture or type(trainer.net.encoder).__name__,
+            "classes": list(card.classes),
+            "mean": list(card.mean),
+            "std": list(card.std),
+            "augment": card.augment,
+            "start": hash_tensors(trainer.net.state_dict().values()),
+        },
+        **{name: pool.describe() for name, pool in zip(names, trainer.pools, strict=False)},
+        "test": None if test is None else test.describe(),
+    }
+
+
+def make_record(configuration: dict[str, Any], history: list[dict[str, Any]], device: torch.device) -> dict[str, Any]:
+    """How a network was trained, as plain text and numbers."""
+    return {
+        "configuration": configuration,
+        "epochs": copy.deepcopy(history),
+        "seconds": round(sum(entry["seconds"] for entry in history), 3),
+        **describe_machine(device),
+    }

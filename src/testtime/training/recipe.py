@@ -1,0 +1,115 @@
+"""What decides the result of a training, besides network and data: the method and its numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from testtime.tasks import Task
+
+Method = Literal["plain", "joint", "alp", "uda"]
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on: the message says why, and where the last good state is."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what a training gives, but for network and data. The defaults are the paper's for CIFAR.
+
+    Attributes:
+        method: "plain", "joint", "alp" or "uda".
+        epochs: Passes over the training set.
+        batch: Images in a step, over all processes together. An epoch's last, smaller batch is left out; shuffling
+            makes that other images each time.
+        lr: Learning rate.
+        drops: Epochs (counted from 0) before which the learning rate is divided by 10.
+        momentum: Momentum of the gradient descent.
+        weight_decay: Weight decay, on all parameters.
+        weight: Weight of the self-supervised losses ("joint", "uda").
+        rotations: "all": the rotation task gets every image in all four turns; "random": each in one, by chance.
+        seed: Seed of shuffling, augmentation and attacks.
+        bf16: Compute in bfloat16 where that is safe (autocast); parameters stay float32.
+        pairing: Weight of the distance between clean and adversarial logits ("alp").
+        epsilon: Largest change of a pixel by the attack, on pixels in [0, 1] ("alp").
+        attack_steps: Steps of the attack ("alp").
+        attack_lr: Size of one such step, on pixels in [0, 1] ("alp").
+        task: Another self-supervised task than the network's own.
+    """
+
+    method: Method = "joint"
+    epochs: int = 150
+    batch: int = 128
+    lr: float = 0.1
+    drops: tuple[int, ...] = (75, 125)
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    weight: float = 1.0
+    rotations: Literal["all", "random"] = "all"
+    seed: int = 0
+    bf16: bool = False
+    pairing: float = 0.5
+    epsilon: float = 8 / 255
+    attack_steps: int = 7
+    attack_lr: float = 2 / 255
+    task: Task | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "drops", tuple(self.drops))
+        if self.method not in get_args(Method):
+            raise ValueError(f"`method` must be one of {', '.join(get_args(Method))}, got {self.method!r}.")
+        if self.rotations not in ("all", "random"):
+            raise ValueError(f'`rotations` must be "all" or "random", got {self.rotations!r}.')
+        for name in ("epochs", "batch", "attack_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        for name in ("lr", "attack_lr", "epsilon"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
+        for name in ("weight_decay", "weight", "pairing"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"`momentum` must lie in [0, 1), got {self.momentum}.")
+        if list(self.drops) != sorted(set(self.drops)) or any(drop < 1 for drop in self.drops):
+            raise ValueError(f"`drops` must be rising epochs from 1 on, got {self.drops}.")
+
+    @staticmethod
+    def cifar(norm: Literal["group", "batch"] = "group", **changes: Any) -> Recipe:
+        """The paper's training on CIFAR-10: 150 epochs with Group, 75 with Batch Normalization."""
+        if norm not in ("group", "batch"):
+            raise ValueError(f'`norm` must be "group" or "batch", got {norm!r}.')
+        base = Recipe() if norm == "group" else Recipe(epochs=75, drops=(50, 65))
+        return replace(base, **changes)
+
+    @staticmethod
+    def imagenet(**changes: Any) -> Recipe:
+        """The paper's training on ImageNet: 90 epochs, batches of 256, one random turn of each image."""
+        base = Recipe(epochs=90, batch=256, drops=(30, 60), weight_decay=1e-4, rotations="random")
+        return replace(base, **changes)
+
+    @staticmethod
+    def digits(**changes: Any) -> Recipe:
+        """A training of seconds on the built-in digits; not from the paper."""
+        return replace(Recipe(epochs=20, batch=32, drops=(14, 18)), **changes)
+
+    def over(self, epochs: int) -> Recipe:
+        """The same schedule stretched or shrunk to another number of epochs; the drops move along."""
+        drops = sorted({max(1, round(drop * epochs / self.epochs)) for drop in self.drops})
+        return replace(self, epochs=epochs, drops=tuple(drop for drop in drops if drop < epochs))
+
+    def change(self, epochs: int | None = None, **changes: Any) -> Recipe:
+        """This recipe with other fields; what is None stays. Other `epochs` take the schedule along, see `over`."""
+        base = self if epochs is None else self.over(epochs)
+        return replace(base, **{name: value for name, value in changes.items() if value is not None})
+
+    def lr_at(self, epoch: int) -> float:
+        """The learning rate of an epoch, counted from 0."""
+        return self.lr / 10 ** sum(epoch >= drop for drop in self.drops)
+
+    def describe(self) -> dict[str, Any]:
+        """The recipe as plain text and numbers, for records and for telling two apart."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        return plain | {"drops": list(self.drops), "task": None if self.task is None else repr(self.task)}
