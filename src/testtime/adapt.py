@@ -23,14 +23,14 @@ An image is predicted after the update it caused. No adapter ever sees a label o
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import logging
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -39,12 +39,13 @@ from torch import Tensor, nn
 
 from testtime import augment as augmentations
 from testtime import tasks
+from testtime.calibrate import fastest
 from testtime.capture import Captured, arithmetic, check_precision
 from testtime.learner import Learner, Settings, is_rowwise, load_learner
 from testtime.networks.replicas import Replicas
 from testtime.networks.ynet import YNet
 from testtime.randomness import Draws
-from testtime.storage import whole_file
+from testtime.storage import pack_text, unpack_text, whole_file
 from testtime.tasks import Task
 
 log = logging.getLogger(__name__)
@@ -286,9 +287,9 @@ class Adapter(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Everything the adapter has learned and counted, as tensors by name."""
         return {
-            "adapter": _text(type(self).__name__),
-            "settings": _text(json.dumps(self.settings.describe(), sort_keys=True)),
-            "network": _text(_fingerprint(self._networks[0])),
+            "adapter": pack_text(type(self).__name__),
+            "settings": pack_text(json.dumps(self.settings.describe(), sort_keys=True)),
+            "network": pack_text(self._networks[0].fingerprint()),
             "counts": torch.tensor([self.seen, self.adapted, self.rolled_back]),
         }
 
@@ -302,9 +303,9 @@ class Adapter(nn.Module):
         for key in ("adapter", "network", "settings", "counts"):
             if key not in state_dict:
                 raise ValueError(f"This is not an adapter's state: {key!r} is missing.")
-            if key != "counts" and _untext(state_dict[key]) != _untext(own[key]):
+            if key != "counts" and unpack_text(state_dict[key]) != unpack_text(own[key]):
                 raise ValueError(
-                    f"The state was saved with another {key}: {_untext(state_dict[key])}, here {_untext(own[key])}."
+                    f"The state was saved with another {key}: {unpack_text(state_dict[key])}, here {unpack_text(own[key])}."
                 )
         self._load(state_dict)
         self.seen, self.adapted, self.rolled_back = (int(count) for count in state_dict["counts"])
@@ -393,18 +394,20 @@ class Episodic(Adapter):
     Args:
         net: The network; it is copied.
         steps: Gradient steps on each image.
-        parallel: How many episodes run side by side.
+        parallel: How many episodes run side by side; "auto" tries out a few counts once there are images enough.
         **settings: Further fields of `Settings`.
     """
 
-    def __init__(self, net: YNet, *, steps: int = 10, parallel: int = 1, **settings: Any) -> None:
-        if parallel < 1:
-            raise ValueError(f"`parallel` must be at least 1, got {parallel}.")
-        self.parallel = parallel
+    def __init__(
+        self, net: YNet, *, steps: int = 10, parallel: int | Literal["auto"] = "auto", **settings: Any
+    ) -> None:
+        if parallel != "auto" and (isinstance(parallel, str) or parallel < 1):
+            raise ValueError(f'`parallel` must be "auto" or at least 1, got {parallel!r}.')
+        self.parallel: int | Literal["auto"] = parallel
         self._learners: dict[int, Learner] = {}
         super().__init__(net, Settings(steps=steps, **settings))
-        if parallel > 1 and not is_rowwise(self.settings):
-            log.warning("this optimizer's step mixes parameters, so episodes run one after another")
+        if parallel != 1 and not is_rowwise(self.settings):
+            log.info("this optimizer's step mixes parameters, so episodes run one after another")
             self.parallel = 1
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
@@ -415,7 +418,7 @@ class Episodic(Adapter):
         if self.settings.share == "batch":
             chunks = [wanted[None]]  # one episode that all of them share
         else:
-            chunks = [chunk[:, None] for chunk in wanted.split(self.parallel)]  # (S, 1)
+            chunks = [chunk[:, None] for chunk in wanted.split(self._side_by_side(images[wanted]))]  # (S, 1)
         for chunk in chunks:
             learner = self._learner(len(chunk), tuple(images.shape[1:]))
             learner.reset()
@@ -427,10 +430,30 @@ class Episodic(Adapter):
 
     def _learner(self, count: int, shape: tuple[int, ...]) -> Learner:
         if count not in self._learners:
-            if len(self._learners) > 1:  # at most the full size and one remainder
-                self._learners = {size: one for size, one in self._learners.items() if size == self.parallel}
+            while len(self._learners) > 1:  # the full size and one remainder are enough to keep
+                self._learners.pop(min(self._learners))
             self._learners[count] = Learner(self._networks[0], count, self.settings, shape)
         return self._learners[count]
+
+    def _side_by_side(self, images: Tensor) -> int:
+        """How many episodes to run at once for these images."""
+        counts = (16, 64, 256) if images.is_cuda else (1, 8)
+        if self.parallel != "auto":
+            return self.parallel
+        if len(images) < 2 * counts[-1]:  # too few to be worth a trial
+            return min(len(images), 64) if images.is_cuda else 1
+
+        def trial(count: int) -> float:
+            learner = Learner(self._networks[0], count, replace(self.settings, steps=1), tuple(images.shape[1:]))
+            arguments = images[:count, None], torch.arange(count, device=images.device)[:, None]
+            active = torch.ones(count, dtype=torch.bool, device=images.device)
+            run(learner, *arguments, active)  # warms up
+            begin = time.perf_counter()
+            run(learner, *arguments, active).logits.cpu()
+            return time.perf_counter() - begin
+
+        described = json.dumps(self.settings.describe(), sort_keys=True)
+        return fastest((self._networks[0].fingerprint(), images.shape[1:], images.device, described), counts, trial)
 
 
 class Online(Adapter):
@@ -470,18 +493,3 @@ class Online(Adapter):
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
         self._learner = load_learner(self._networks[0], 1, self.settings, state)
-
-
-def _fingerprint(net: YNet) -> str:
-    digest = hashlib.sha256(repr((net.card.mean, net.card.std)).encode())
-    for name, tensor in net.state_dict().items():
-        digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _text(text: str) -> Tensor:
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
-
-
-def _untext(tensor: Tensor) -> str:
-    return bytes(tensor.tolist()).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and texts in them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 
 @contextlib.contextmanager
@@ -34,3 +37,13 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     """Write a text or bytes to `path`, whole or not at all."""
     with whole_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def pack_text(text: str) -> Tensor:
+    """A text as a tensor of bytes, which a safetensors file can hold."""
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def unpack_text(tensor: Tensor) -> str:
+    """The text that `pack_text` packed."""
+    return bytes(tensor.tolist()).decode(errors="replace")

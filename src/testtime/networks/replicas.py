@@ -298,16 +298,14 @@ class _Conv2d(nn.Module):
         rest = self.stride, self.padding, self.dilation
         weight = self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if count == 1:
-            return F.conv2d(x, weight[0], None if bias is None else bias[0], *rest, self.groups)
-        if x.is_cuda:  # one launch for all: replicas side by side in the channels, as groups
+        if x.is_cuda and count > 1:  # one launch for all: replicas side by side in the channels, as groups
             wide = x.unflatten(0, (count, -1)).transpose(0, 1).flatten(1, 2)
             flat = None if bias is None else bias.flatten()
             wide = F.conv2d(wide, weight.flatten(0, 1), flat, *rest, self.groups * count)
             return wide.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
         biases = [None] * count if bias is None else bias
         pieces = zip(x.chunk(count), weight, biases, strict=True)
-        return torch.cat([F.conv2d(piece, w, b, *rest, self.groups) for piece, w, b in pieces])
+        return _concatenate([F.conv2d(piece, w, b, *rest, self.groups) for piece, w, b in pieces])
 
 
 class _GroupNorm(nn.Module):
@@ -323,10 +321,12 @@ class _GroupNorm(nn.Module):
             from testtime import kernels
 
             return kernels.group_norm(x, self.groups, self.weight, self.bias, self.eps, self.relu)
-        if self.weight is not None and len(self.weight) == 1:
-            y = F.group_norm(x, self.groups, self.weight[0].to(x.dtype), self.bias[0].to(x.dtype), self.eps)
-        else:
+        if x.is_cuda or self.weight is None:
             y = _scale(F.group_norm(x, self.groups, eps=self.eps), self.weight, self.bias)
+        else:  # on a CPU, torch's own scale and shift save two passes over the images
+            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            pieces = zip(x.chunk(len(weight)), weight, bias, strict=True)
+            y = _concatenate([F.group_norm(piece, self.groups, w, b, self.eps) for piece, w, b in pieces])
         return F.relu_(y) if self.relu else y
 
 
@@ -389,6 +389,10 @@ class _Linear(nn.Module):
 def _affine(layer: Any, count: int) -> tuple[Any, Any]:
     weight, bias = (None if tensor is None else _stack(tensor, count) for tensor in (layer.weight, layer.bias))
     return weight, bias
+
+
+def _concatenate(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: int = 1) -> Tensor:

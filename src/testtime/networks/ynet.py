@@ -11,6 +11,7 @@ with its `Card`: architecture, classes, normalisation, task and training record.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import operator
 from collections.abc import Sequence
@@ -102,6 +103,13 @@ class YNet(nn.Module):
             raise ValueError(f"`{sorted(fixed)[0]}` is fixed when a network is made and cannot be described anew.")
         self.card = replace(self.card, **changes)
         return self
+
+    def fingerprint(self) -> str:
+        """A short text that tells this network's numbers from any other's."""
+        digest = hashlib.sha256(repr((self.card.mean, self.card.std)).encode())
+        for name, tensor in self.state_dict().items():
+            digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:
         """Write weights and card to one safetensors file, whole or not at all."""
