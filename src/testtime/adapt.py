@@ -300,13 +300,14 @@ class Adapter(nn.Module):
             ValueError: The state belongs to another network, adapter or settings; nothing was changed.
         """
         own = self.state_dict()
-        for key in ("adapter", "network", "settings", "counts"):
+        for key in ("counts", "adapter", "network", "settings"):
             if key not in state_dict:
                 raise ValueError(f"This is not an adapter's state: {key!r} is missing.")
-            if key != "counts" and unpack_text(state_dict[key]) != unpack_text(own[key]):
-                raise ValueError(
-                    f"The state was saved with another {key}: {unpack_text(state_dict[key])}, here {unpack_text(own[key])}."
-                )
+            if key == "counts":
+                continue
+            there, here = unpack_text(state_dict[key]), unpack_text(own[key])
+            if there != here:
+                raise ValueError(f"The state was saved with another {key}: {there}, here {here}.")
         self._load(state_dict)
         self.seen, self.adapted, self.rolled_back = (int(count) for count in state_dict["counts"])
 

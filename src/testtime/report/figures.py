@@ -45,7 +45,7 @@ def draw_bars(results: Mapping[str, Any], inline: bool = True) -> str:
         axes.tick_params(axis="y", length=0)
         figure.legend(*axes.get_legend_handles_labels(), ncols=3, loc="outside upper left", frameon=False)
 
-    return _svg(draw, (7.2, 0.62 * len(titles) + 0.9), inline, "bars")
+    return _svg(draw, (5.6, 0.58 * len(titles) + 0.9), inline, "bars")
 
 
 def draw_streams(results: Mapping[str, Any], window: int = 100, inline: bool = True, columns: int = 3) -> str:
