@@ -143,7 +143,7 @@ def _launch_convolution(
     phases = stride if transposed else 1
     rows, columns = triton.cdiv(y.shape[2], phases), triton.cdiv(y.shape[3], phases)
     places = per_replica * rows * columns
-    block_m = 128 if places >= 8192 else 64
+    block_m = 64 if places < 4096 else 256 if inputs == 16 else 128
     # A row of taps as one product where a tap is too short for one.
     block_k = _power(3 * inputs) if inputs < 16 and phases == 1 else _power(inputs)
     if plus is not None:
@@ -152,7 +152,8 @@ def _launch_convolution(
         x, weight, y if plus is None else plus, y,
         per_replica, x.shape[2], x.shape[3], y.shape[2], y.shape[3], rows, columns, weight.stride(0),
         IN=inputs, OUT=outputs, STRIDE=stride, PADDING=padding, TRANSPOSED=transposed, PHASES=phases,
-        PLUS=plus is not None, BLOCK_M=block_m, BLOCK_N=_power(outputs), BLOCK_K=block_k, num_warps=4,
+        PLUS=plus is not None, BLOCK_M=block_m, BLOCK_N=_power(outputs), BLOCK_K=block_k,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -161,16 +162,21 @@ def _launch_weight_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int
     per_replica = len(x) // replicas
     pixels = per_replica * grad.shape[2] * grad.shape[3]
     block_k, block_o = _power(3 * inputs), _power(outputs)
-    block_m = 128 if block_k <= 128 else 64
+    all_rows = block_k * block_o <= 4096  # all nine taps' sums fit into a program's registers
+    block_m, warps, stages = 64, 4, 1
     if x.element_size() == 4:
-        block_m //= 2
+        block_m, stages = 32, 2
+    elif all_rows:
+        warps, stages = (4, 3) if inputs <= 16 else (8, 2)
     # Enough programs to fill the chip several times, but no more than there are tiles of pixels.
-    splits = max(1, min(triton.cdiv(pixels, block_m), triton.cdiv(1536, replicas * 3)))
+    programs = replicas * (1 if all_rows else 3)
+    splits = max(1, min(triton.cdiv(pixels, block_m), triton.cdiv(1024, programs)))
     partial = torch.empty(splits, replicas, 3, 3, inputs, outputs, dtype=torch.float32, device=x.device)
-    _weight_gradient[(splits, 3, replicas)](
+    _weight_gradient[(splits, 1 if all_rows else 3, replicas)](
         x, grad, partial, per_replica, x.shape[2], x.shape[3], grad.shape[2], grad.shape[3], splits,
-        IN=inputs, OUT=outputs, STRIDE=stride, PADDING=padding, BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_O=block_o,
-        num_warps=8 if block_k * block_o > 8192 else 4, num_stages=3 if x.element_size() == 2 else 2,
+        IN=inputs, OUT=outputs, STRIDE=stride, PADDING=padding, ALL_ROWS=all_rows,
+        BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_O=block_o,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return (partial[0] if splits == 1 else partial.sum(0)).permute(0, 4, 3, 1, 2)
 
@@ -221,10 +227,10 @@ def _convolution(
                 right = tl.load(run + 2 * IN, mask=right_valid[:, None], other=0.0)
                 if TRANSPOSED:  # here IN is what the filters give
                     at = (tap_row * 3 + 2) * IN * OUT + channel[None, :] * IN + k[:, None]
-                    next_tap: tl.constexpr = -IN * OUT
+                    next_tap = -IN * OUT
                 else:
                     at = tap_row * 3 * IN * OUT + k[:, None] * OUT + channel[None, :]
-                    next_tap: tl.constexpr = IN * OUT
+                    next_tap = IN * OUT
                 known = (channel < OUT)[None, :]
                 left_filters = tl.load(w_ptr + at, mask=known, other=0.0)
                 middle_filters = tl.load(w_ptr + at + next_tap, mask=known, other=0.0)
@@ -272,18 +278,30 @@ def _convolution(
 
 
 @triton.jit
+def _read_row(x_ptr, image, from_row, first, inside, k, in_h, in_w, IN: tl.constexpr):
+    """What a row of three taps sees, (pixels, 3·IN): three neighbouring pixels, zeros beyond the image."""
+    from_column = first[:, None] + (k // IN)[None, :]
+    good = inside & (from_row >= 0) & (from_row < in_h)
+    valid = good[:, None] & (from_column >= 0) & (from_column < in_w) & (k < 3 * IN)[None, :]
+    source = ((image * in_h + from_row) * in_w + first) * IN
+    return tl.load(x_ptr + source[:, None] + k[None, :], mask=valid, other=0.0)
+
+
+@triton.jit
 def _weight_gradient(
     x_ptr, g_ptr, out_ptr, per_replica, in_h, in_w, out_h, out_w, splits,
-    IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, ALL_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr,
 ):  # fmt: skip
-    """One row of taps of one replica's filters, summed over every `splits`-th tile of BLOCK_M pixels."""
+    """One replica's filters, all nine taps or one row of them, summed over every `splits`-th tile of pixels."""
     replica = tl.program_id(2)
     tap_row = tl.program_id(1)
     k = tl.arange(0, BLOCK_K)  # tap within the row, times IN, plus input channel
     o = tl.arange(0, BLOCK_O)
     pixels = per_replica * out_h * out_w
     total = tl.zeros((BLOCK_K, BLOCK_O), dtype=tl.float32)
+    second = tl.zeros((BLOCK_K, BLOCK_O), dtype=tl.float32)
+    third = tl.zeros((BLOCK_K, BLOCK_O), dtype=tl.float32)
     for start in range(tl.program_id(0) * BLOCK_M, pixels, splits * BLOCK_M):
         pixel = start + tl.arange(0, BLOCK_M)
         inside = pixel < pixels
@@ -294,15 +312,20 @@ def _weight_gradient(
         gradient = tl.load(g_ptr + at[:, None] + o[None, :], mask=inside[:, None] & (o < OUT)[None, :], other=0.0)
         from_row = row * STRIDE - PADDING + tap_row
         first = column * STRIDE - PADDING
-        from_column = first[:, None] + (k // IN)[None, :]
-        good = inside & (from_row >= 0) & (from_row < in_h)
-        valid = good[:, None] & (from_column >= 0) & (from_column < in_w) & (k < 3 * IN)[None, :]
-        source = ((image * in_h + from_row) * in_w + first) * IN
-        patch = tl.load(x_ptr + source[:, None] + k[None, :], mask=valid, other=0.0)
+        patch = _read_row(x_ptr, image, from_row, first, inside, k, in_h, in_w, IN)
+        if ALL_ROWS:
+            below = _read_row(x_ptr, image, from_row + 1, first, inside, k, in_h, in_w, IN)
+            last = _read_row(x_ptr, image, from_row + 2, first, inside, k, in_h, in_w, IN)
+            second = tl.dot(tl.trans(below), gradient, second)
+            third = tl.dot(tl.trans(last), gradient, third)
         total = tl.dot(tl.trans(patch), gradient, total)
     base = ((tl.program_id(0).to(tl.int64) * tl.num_programs(2) + replica) * 3 + tap_row) * 3 * IN * OUT
+    place = out_ptr + base + k[:, None] * OUT + o[None, :]
     mask = (k < 3 * IN)[:, None] & (o < OUT)[None, :]
-    tl.store(out_ptr + base + k[:, None] * OUT + o[None, :], total, mask=mask)
+    tl.store(place, total, mask=mask)
+    if ALL_ROWS:
+        tl.store(place + 3 * IN * OUT, second, mask=mask)
+        tl.store(place + 6 * IN * OUT, third, mask=mask)
 
 
 @triton.jit
