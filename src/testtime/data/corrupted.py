@@ -6,16 +6,15 @@ read in any order, in any chunk, in any process, it is the same image.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from typing import Literal
 
 from torch import Tensor
 
-from testtime.data.sets import TestSet
+from testtime.data.sets import DerivedSet, TestSet
 
 
-class Corrupted(TestSet):
+class Corrupted(DerivedSet):
     """Another test set, corrupted.
 
     Args:
@@ -54,19 +53,6 @@ class Corrupted(TestSet):
         self.classes, self.labels, self.right, self.ordered = base.classes, base.labels, base.right, base.ordered
         photographs = ", frost photographs" if corruption == "frost" and frost is not None else ""
         self.origin = f"generated from {base.name} (seed {seed}, scale {scale}{photographs})"
-
-    def __len__(self) -> int:
-        return len(self.base)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.base.shape
-
-    def scores(self, logits: Tensor) -> Tensor:
-        return self.base.scores(logits)
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256(f"{super().fingerprint()} {self.base.fingerprint()}".encode()).hexdigest()
 
     def _read(self, numbers: Tensor) -> Tensor:
         from testtime.corruptions import corrupt

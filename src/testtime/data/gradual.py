@@ -8,21 +8,20 @@ deviates in proportion to 1/√c, and impulse noise that replaces a share p of t
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
-from testtime.data.sets import TestSet
+from testtime.data.sets import DerivedSet, TestSet
 from testtime.randomness import Draws
 
 Noise = Literal["gaussian_noise", "shot_noise", "impulse_noise"]
 NOISES: tuple[str, ...] = get_args(Noise)
 
 
-class Gradual(TestSet):
+class Gradual(DerivedSet):
     """Another test set as a stream under growing noise; sample t is the t-th image of the stream.
 
     Args:
@@ -58,19 +57,6 @@ class Gradual(TestSet):
         self.labels = None if base.labels is None else base.labels[self.order]
         self.right = None if base.right is None else base.right[self.order]
         self.origin = f"generated from {base.name} (seed {seed}, scale {self.scale})"
-
-    def __len__(self) -> int:
-        return len(self.base)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.base.shape
-
-    def scores(self, logits: Tensor) -> Tensor:
-        return self.base.scores(logits)
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256(f"{super().fingerprint()} {self.base.fingerprint()}".encode()).hexdigest()
 
     def strengths(self, numbers: Tensor) -> Tensor:
         """The noise's own parameter at some places of the stream.

@@ -179,6 +179,25 @@ class TestSet(ABC):
         return self.right[found, predictions.cpu()].to(predictions.device)
 
 
+class DerivedSet(TestSet):
+    """A set made of another one, image by image."""
+
+    base: TestSet
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.base.shape
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return self.base.scores(logits)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{super().fingerprint()} {self.base.fingerprint()}".encode()).hexdigest()
+
+
 class TensorSet(TestSet):
     """A test set held in memory.
 
