@@ -1,0 +1,271 @@
+"""On a GPU: the same numbers as on the CPU, the kernels against torch, replayed graphs against eager steps."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from testtime import Episodic, Fixed, Online, Prediction, ResizedCropFlip, Rotation, YNet, resnet26
+from testtime.capture import Captured, arithmetic
+from testtime.randomness import Draws
+from testtime.streams import Streams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
+
+
+def pictures(count: int, size: int = 32, seed: int = 0) -> Tensor:
+    return Draws.of(seed, torch.arange(count)).uniform(3, size, size)
+
+
+def network(norm: str = "group", depth: int = 14) -> YNet:
+    return resnet26(depth=depth, norm=norm, seed=1).eval()  # type: ignore[arg-type]
+
+
+def normals(*shape: int, seed: int = 0) -> Tensor:
+    return Draws.of(seed, torch.arange(shape[0])).normal(*shape[1:]).cuda()
+
+
+# Randomness and views
+
+
+@pytest.mark.parametrize("seed", [0, -7, 2**63 + 5])
+def test_integers_and_uniforms_have_the_same_bits(seed: int) -> None:
+    samples = torch.tensor([0, 1, -1, 2**62, -(2**63), 12345])
+    there, here = (Draws.of(seed, samples.to(device)).fold(3).copies(32).purpose("crop") for device in ("cuda", "cpu"))
+    assert torch.equal(there.keys.cpu(), here.keys)
+    assert torch.equal(there.integers(9, 100).cpu(), here.integers(9, 100))
+    assert torch.equal(there.integers(2**31, 100).cpu(), here.integers(2**31, 100))
+    assert torch.equal(there.uniform(100).cpu(), here.uniform(100))
+    assert torch.allclose(there.normal(100).cpu(), here.normal(100), atol=1e-5)
+
+
+@pytest.mark.parametrize("height", [32, 20])
+def test_views_are_the_same(height: int) -> None:
+    images = Draws.of(0, torch.arange(4)).integers(256, 3, height, 32).to(torch.uint8)
+    net = network()
+    for augment in (None, ResizedCropFlip(scale=(0.2, 1.0))):
+        made = []
+        for device in ("cuda", "cpu"):
+            draws = Draws.of(2, torch.arange(4, device=device)).copies(8)
+            kind = augment or Episodic(net).settings.augment
+            assert kind is not None
+            views, targets = Rotation().views(kind(images.to(device), draws).flatten(0, 1), draws.flatten())
+            made.append((views.float().cpu(), targets.cpu()))
+        assert torch.allclose(made[0][0], made[1][0], atol=1e-5)
+        assert torch.equal(made[0][1], made[1][1])
+
+
+# Adapters
+
+
+def compare(there: Prediction, here: Prediction, tolerance: float) -> None:
+    for field in fields(Prediction):
+        a, b = getattr(there, field.name).cpu(), getattr(here, field.name)
+        assert torch.allclose(a.float(), b.float(), atol=tolerance, rtol=tolerance), field.name
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_episodes_are_those_of_the_cpu(norm: str, parallel: int) -> None:
+    net, images = network(norm), pictures(6)
+    given: dict[str, Any] = {"steps": 3, "lr": 0.001, "copies": 8, "parallel": parallel}
+    here = Episodic(net, **given).predict(images)
+    there = Episodic(copy.deepcopy(net).cuda(), **given).predict(images.cuda())
+    assert there.logits.is_cuda
+    compare(there, here, 1e-3)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("tf32", 0.05), ("bf16", 0.2)])
+def test_lower_precision_stays_near(precision: Any, tolerance: float) -> None:
+    net, images = network(), pictures(8)
+    given: dict[str, Any] = {"steps": 3, "lr": 0.001, "copies": 8, "parallel": 4}
+    here = Episodic(net, **given).predict(images)
+    there = Episodic(net.cuda(), precision=precision, **given).predict(images.cuda())
+    assert there.logits.dtype == torch.float32
+    assert (there.logits.cpu() - here.logits).abs().max() < tolerance
+    assert there.adapted.all()
+
+
+def test_images_of_the_cpu_are_taken_along() -> None:
+    net = network().cuda()
+    assert torch.equal(Fixed(net)(pictures(2)), Fixed(net)(pictures(2).cuda()))
+
+
+def adapters() -> dict[str, Callable[[YNet], Any]]:
+    return {
+        "episodic": lambda net: Episodic(net, steps=3, copies=8, parallel=2),
+        "episodic, momentum": lambda net: Episodic(net, steps=3, copies=8, parallel=2, optimizer=MOMENTUM),
+        "online": lambda net: Online(net, copies=8),
+        "online, momentum": lambda net: Online(net, copies=8, optimizer=MOMENTUM),
+        "online, gated": lambda net: Online(net, copies=8, threshold=0.3),
+        "online, shared": lambda net: Online(net, copies=8, share="batch"),
+        "streams": lambda net: Streams(net, 4, copies=8),
+        "streams, bf16": lambda net: Streams(net, 4, copies=8, precision="bf16"),
+    }
+
+
+def be_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `run` take every step by itself."""
+    import testtime.adapt
+
+    monkeypatch.setattr(testtime.adapt, "run", testtime.adapt.episode)
+    import testtime.streams
+
+    monkeypatch.setattr(testtime.streams, "run", testtime.adapt.episode)
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+@pytest.mark.parametrize("name", list(adapters()))
+def test_a_replayed_graph_is_the_eager_step(name: str, norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = network(norm).cuda()
+    replayed = adapters()[name](net)
+    calls = [replayed.predict(pictures(4, seed=seed).cuda()) for seed in range(3)]
+    be_eager(monkeypatch)
+    eager = adapters()[name](net)
+    tolerance = 2e-2 if "bf16" in name else 1e-4
+    for seed, call in enumerate(calls):
+        expected = eager.predict(pictures(4, seed=seed).cuda())
+        for field in fields(Prediction):
+            a, b = getattr(call, field.name).float(), getattr(expected, field.name).float()
+            assert torch.allclose(a, b, atol=tolerance, rtol=tolerance), (seed, field.name)
+
+
+def test_answers_of_a_graph_are_not_overwritten_by_the_next() -> None:
+    adapter = Online(network().cuda(), copies=4)
+    first = adapter.predict(pictures(1).cuda())
+    kept = first.logits.clone()
+    adapter.predict(pictures(1, seed=5).cuda())
+    assert torch.equal(first.logits, kept)
+
+
+def test_a_stream_saved_on_the_gpu_continues_bit_for_bit() -> None:
+    net = network().cuda()
+    for optimizer in (torch.optim.SGD, MOMENTUM):
+        one, other = Online(net, copies=4, optimizer=optimizer), Online(net, copies=4, optimizer=optimizer)
+        one.predict(pictures(3).cuda())
+        other.load_state_dict({name: tensor.cpu() for name, tensor in one.state_dict().items()})
+        assert torch.equal(one(pictures(3, seed=1).cuda()), other(pictures(3, seed=1).cuda()))
+
+
+def test_a_bad_image_on_the_gpu_leaves_no_trace() -> None:
+    net = network().cuda()
+    adapter, untouched = Online(net, copies=4), Online(net, copies=4)
+    numbers = torch.arange(2)
+    for one in (adapter, untouched):
+        one.predict(pictures(2).cuda(), numbers)
+    bad = adapter.predict(torch.full((1, 3, 32, 32), float("nan")).cuda(), torch.tensor([7]))
+    assert bad.rolled_back.all()
+    after, expected = (one.predict(pictures(2, seed=1).cuda(), numbers + 2) for one in (adapter, untouched))
+    assert torch.equal(after.logits, expected.logits)
+
+
+def test_a_captured_function_takes_new_inputs() -> None:
+    def double(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return x * 2 + y, x - y
+
+    captured = Captured(double, torch.zeros(5, device="cuda"), torch.ones(5, device="cuda"))
+    for seed in range(3):
+        x, y = normals(5, seed=seed), normals(5, seed=seed + 10)
+        assert all(torch.equal(a, b) for a, b in zip(captured(x, y), double(x, y), strict=True))
+
+
+def test_arithmetic_is_put_back() -> None:
+    before = torch.get_float32_matmul_precision()
+    with arithmetic("tf32"):
+        assert torch.get_float32_matmul_precision() == "high"
+    with arithmetic("fp32"):
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.get_float32_matmul_precision() == before
+
+
+# Kernels
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(("inputs", "outputs", "size"), [(3, 16, 32), (16, 16, 32), (16, 32, 17), (64, 64, 8)])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_convolve_is_torchs_convolution(
+    inputs: int, outputs: int, size: int, stride: int, replicas: int, dtype: torch.dtype
+) -> None:
+    kernels = pytest.importorskip("testtime.kernels")
+    x = normals(replicas * 4, inputs, size, size).to(dtype).contiguous(memory_format=torch.channels_last)
+    weight = normals(replicas, outputs, inputs, 3, 3, seed=1) / (3 * inputs**0.5)
+    x.requires_grad_(True)
+    weight.requires_grad_(True)
+    y = kernels.convolve(x, weight, stride, 1)
+    pieces = zip(x.double().chunk(replicas), weight.double(), strict=True)
+    expected = torch.cat([F.conv2d(piece, w, None, stride, 1) for piece, w in pieces])
+    assert y.shape == expected.shape
+    assert y.dtype == dtype
+    bound = 1e-2 if dtype == torch.bfloat16 else 2e-3  # bfloat16 has 8 bits, TF32 11
+    assert relative(y, expected) < bound
+    upstream = normals(*y.shape, seed=2)
+    gradients = torch.autograd.grad(y, (x, weight), upstream.to(dtype))
+    references = torch.autograd.grad(expected, (x, weight), upstream.to(dtype).double())
+    for gradient, reference in zip(gradients, references, strict=True):
+        assert gradient.shape == reference.shape
+        assert relative(gradient, reference) < bound
+
+
+def test_convolve_is_the_same_every_time() -> None:
+    kernels = pytest.importorskip("testtime.kernels")
+    x = normals(12, 16, 32, 32).bfloat16().contiguous(memory_format=torch.channels_last)
+    weight = normals(3, 32, 16, 3, 3, seed=1).requires_grad_(True)
+    first, second = (
+        torch.autograd.grad(kernels.convolve(x, weight, 1, 1).float().square().sum(), weight)[0] for _ in range(2)
+    )
+    assert torch.equal(first, second)
+
+
+def test_convolve_adds_a_shortcut() -> None:
+    kernels = pytest.importorskip("testtime.kernels")
+    x = normals(6, 16, 16, 16).bfloat16().contiguous(memory_format=torch.channels_last).requires_grad_(True)
+    shortcut = normals(6, 32, 16, 16, seed=3).bfloat16().contiguous(memory_format=torch.channels_last)
+    shortcut.requires_grad_(True)
+    weight = (normals(2, 32, 16, 3, 3, seed=1) / 12).requires_grad_(True)
+    y = kernels.convolve(x, weight, 1, 1, shortcut)
+    expected = kernels.convolve(x, weight, 1, 1).float() + shortcut.float()
+    assert relative(y, expected) < 1e-2
+    gradients = torch.autograd.grad(y.float().square().sum(), (x, weight, shortcut))
+    references = torch.autograd.grad(expected.square().sum(), (x, weight, shortcut))
+    for gradient, reference in zip(gradients, references, strict=True):
+        assert relative(gradient, reference) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize(("channels", "groups", "size"), [(16, 8, 32), (32, 8, 17), (64, 8, 8), (64, 32, 16)])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_group_norm_is_torchs(
+    channels: int, groups: int, size: int, replicas: int, relu: bool, dtype: torch.dtype
+) -> None:
+    kernels = pytest.importorskip("testtime.kernels")
+    x = (normals(replicas * 4, channels, size, size) + 0.5).to(dtype).contiguous(memory_format=torch.channels_last)
+    weight, bias = normals(replicas, channels, seed=1) + 1, normals(replicas, channels, seed=2)
+    tensors = [tensor.requires_grad_(True) for tensor in (x, weight, bias)]
+    y = kernels.group_norm(x, groups, weight, bias, 1e-5, relu)
+    pieces = zip(x.double().chunk(replicas), weight.double(), bias.double(), strict=True)
+    expected = torch.cat([F.group_norm(piece, groups, w, b, 1e-5) for piece, w, b in pieces])
+    expected = F.relu(expected) if relu else expected
+    assert y.dtype == dtype
+    bound = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    assert relative(y, expected) < bound
+    upstream = normals(*y.shape, seed=3)
+    gradients = torch.autograd.grad(y, tensors, upstream.to(dtype))
+    references = torch.autograd.grad(expected, tensors, upstream.to(dtype).double())
+    for gradient, reference in zip(gradients, references, strict=True):
+        assert relative(gradient, reference) < 2 * bound
