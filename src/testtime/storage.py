@@ -1,12 +1,14 @@
-"""Files that are written whole or not at all, and texts in them."""
+"""Files that are written whole or not at all, texts in them, and whether what they say of a run is the same."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,3 +49,26 @@ def pack_text(text: str) -> Tensor:
 def unpack_text(tensor: Tensor) -> str:
     """The text that `pack_text` packed."""
     return bytes(tensor.tolist()).decode(errors="replace")
+
+
+def find_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Where a configuration read from a file and one of now differ, a phrase for each entry, sorted by name.
+
+    Args:
+        there: What the file says.
+        here: What is asked for now; compared as JSON would hold it.
+    """
+    old, new = flatten(there), flatten(json.loads(json.dumps(here)))
+    return [
+        f"{key}: {old.get(key, 'none')} there, {new.get(key, 'none')} now"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, with names such as `recipe.lr`."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

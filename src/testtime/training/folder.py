@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 
 from testtime.machine import describe_machine
 from testtime.networks.ynet import CheckpointError
-from testtime.storage import whole_file, write_whole
+from testtime.storage import find_differences, flatten, whole_file, write_whole
 from testtime.training.pool import Pool, hash_tensors
 from testtime.training.processes import rank, world
 from testtime.training.trainer import Trainer
@@ -83,12 +83,7 @@ class Folder:
         write_whole(self.record, json.dumps(make_record(self.configuration, history, device), indent=1) + "\n")
 
     def _compare(self, found: dict[str, Any]) -> None:
-        there, here = _flatten(found), _flatten(json.loads(json.dumps(self.configuration)))
-        different = [
-            f"{key}: {there.get(key, 'none')} there, {here.get(key, 'none')} now"
-            for key in sorted(there.keys() | here.keys())
-            if there.get(key) != here.get(key)
-        ]
+        different = find_differences(found, self.configuration)
         if different:
             raise ValueError(
                 f"{self.record.parent} holds a run of another configuration ({'; '.join(different)}). "
@@ -103,19 +98,12 @@ def _read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         if about["format"] != _FORMAT or not isinstance(about["history"], list):
             raise ValueError(f"format {about['format']}")
-        _flatten(about["configuration"])
+        flatten(about["configuration"])
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: not a complete training checkpoint ({error}). Delete it to start anew."
         ) from None
     return about, state
-
-
-def _flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def describe_run(trainer: Trainer, test: Pool | None) -> dict[str, Any]:
