@@ -1,0 +1,485 @@
+"""From runs to tables: which numbers belong together, and how sure they are.
+
+`collect` reads runs and nothing else. It sorts their units into tables as the paper prints them (the original set and
+the corruptions of one level; sets of their own), averages each image's verdicts over repetitions, and gives every
+number its 95% interval over images, its spread over repetitions, and a paired test against `fixed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from testtime.corruptions import CORRUPTIONS
+from testtime.data.vid import CIFAR7
+from testtime.report.paper import ABBREVIATIONS, PAPER_NAMES, Measure, PaperTable, find_table
+from testtime.report.statistics import Interval, bootstrap_means, holm, interval_of, sign_test, spread
+from testtime.runs import Run, Unit
+from testtime.storage import find_differences
+
+BASELINE = "fixed"
+SIGNIFICANT = 0.05
+ORIGINAL, MEAN = "original", "mean"
+_NOT_SETTINGS = ("network", "checkpoint", "seed", "path", "sha256", "fingerprint")
+
+
+class ResultsError(ValueError):
+    """Runs that no report can be made of; the message says why."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method on one set.
+
+    Attributes:
+        error: Percent of wrong predictions, the mean over repetitions.
+        interval: Its 95% interval over images.
+        spread: Standard deviation over repetitions; None for one.
+        images: How many images.
+        repetitions: How many (run, seed).
+        p_value: Of the paired test against `fixed`, corrected for the number of tests in the table; None for `fixed`
+            itself and where it is missing.
+        to_right: Images that are right more often than with `fixed`; with one repetition, its wrong→right flips.
+        to_wrong: Images that are right less often.
+    """
+
+    error: float
+    interval: Interval
+    spread: float | None
+    images: int
+    repetitions: int
+    p_value: float | None = None
+    to_right: int | None = None
+    to_wrong: int | None = None
+
+    def value(self, measure: Measure) -> float:
+        """The number in percent."""
+        return self.error if measure == "error" else 100 - self.error
+
+    def ends(self, measure: Measure) -> Interval:
+        """The ends of the interval in percent."""
+        low, high = self.interval
+        return self.interval if measure == "error" else Interval(100 - high, 100 - low)
+
+    @property
+    def half_width(self) -> float:
+        """Half the width of the interval."""
+        return (self.interval.high - self.interval.low) / 2
+
+    @property
+    def mark(self) -> str:
+        """`*` where it is significantly better than `fixed`, `†` where worse, else nothing."""
+        if self.p_value is None or self.p_value >= SIGNIFICANT:
+            return ""
+        return "*" if (self.to_right or 0) > (self.to_wrong or 0) else "†"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Methods × sets.
+
+    Attributes:
+        title: What it shows.
+        family: The data set the columns come from.
+        level: Level of the corruptions, or None.
+        columns: The sets by key, in order: `original`, corruptions, `mean`; or names of sets; or classes.
+        rows: Cells by method and column; a set that a method has not seen is missing.
+        paper: The paper's table of the same, or None.
+    """
+
+    title: str
+    family: str
+    level: int | None
+    columns: tuple[str, ...]
+    rows: Mapping[str, Mapping[str, Cell]]
+    paper: PaperTable | None = None
+
+    @property
+    def shifted(self) -> tuple[str, ...]:
+        """The columns that the mean is over."""
+        return tuple(name for name in self.columns if name not in (ORIGINAL, MEAN))
+
+    def best(self, column: str) -> float:
+        """The lowest error in a column, as it is printed."""
+        return min(round(row[column].error, 1) for row in self.rows.values() if column in row)
+
+    def is_best(self, method: str, column: str) -> bool:
+        """Whether a method's printed error is the lowest in its column; of one method none is."""
+        return len(self.rows) > 1 and round(self.rows[method][column].error, 1) == self.best(column)
+
+    def paper_value(self, method: str, column: str, measure: Measure) -> float | None:
+        """The paper's number for a cell; None where it has none."""
+        if self.family == "" and find_table(column) is not None:
+            table = find_table(column)
+            return None if table is None else table.value(method, "average", measure)
+        if self.paper is None:
+            return None
+        if column == MEAN:
+            return self.paper.mean(method, self.shifted, measure)
+        return self.paper.value(method, column, measure)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A unit and the run it comes from."""
+
+    run: Run
+    unit: Unit
+
+
+@dataclass(frozen=True)
+class Results:
+    """What some runs found.
+
+    Attributes:
+        runs: The runs.
+        tables: Worst level first, then the other sets.
+        sources: The labelled units by method and name of the set.
+        seconds: Time for an image by method, over all its units.
+        notes: What a reader should know: what was left out and why.
+    """
+
+    runs: Sequence[Run]
+    tables: tuple[Table, ...]
+    sources: Mapping[tuple[str, str], tuple[Source, ...]]
+    seconds: Mapping[str, float]
+    notes: tuple[str, ...]
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods in the paper's order, others after them."""
+        return order_methods({method for method, _ in self.sources})
+
+
+def order_methods(methods: set[str]) -> tuple[str, ...]:
+    """Methods in the paper's order, others after them by name."""
+    known = [method for method in PAPER_NAMES if method in methods]
+    return (*known, *sorted(methods - set(known)))
+
+
+def order_corruptions(names: Iterable[str]) -> tuple[str, ...]:
+    """Corruptions in the paper's order, others after them by name."""
+    wanted = set(names)
+    known = [name for name in CORRUPTIONS if name in wanted]
+    return (*known, *sorted(wanted - set(known)))
+
+
+def column_title(key: str) -> str:
+    """A column's name in words."""
+    return key.replace("_", " ") if key in ABBREVIATIONS else key
+
+
+def column_short(key: str) -> str:
+    """A column's name as the paper's tables shorten it."""
+    return ABBREVIATIONS.get(key, key)
+
+
+def method_title(method: str) -> str:
+    """A method's name with the paper's beside it."""
+    return f"{method} ({PAPER_NAMES[method]})" if method in PAPER_NAMES else method
+
+
+def collect(runs: Sequence[Run], seed: int = 0) -> Results:
+    """Sort the units of runs into tables.
+
+    Units of one method and set, of several seeds or runs, are repetitions of each other.
+
+    Args:
+        runs: Of one kind of network on the same data.
+        seed: Seed of the bootstrap.
+
+    Raises:
+        ResultsError: There is nothing to report, or the runs do not belong together.
+    """
+    sources, notes = _sort_sources(runs)
+    verdicts = {key: _read_verdicts(key, found) for key, found in sources.items()}
+    _check_images(verdicts, sources)
+    norm = "batch" if find_norms(runs) == {"batch"} else "group"
+    tables = [_measure(*layout, verdicts, seed) for layout in _lay_out(sources, norm)]
+    classes = _by_class(sources, verdicts, norm, seed)
+    seconds = {
+        method: float(np.mean([part / len(verdicts[key].samples) for key in keys for part in verdicts[key].seconds]))
+        for method in {method for method, _ in sources}
+        if (keys := [key for key in sources if key[0] == method])
+    }
+    return Results(runs, (*tables, *classes), sources, seconds, tuple(notes))
+
+
+def find_norms(runs: Sequence[Run]) -> set[str]:
+    """The kinds of normalization that the configurations of runs mention."""
+
+    def walk(value: Any) -> Iterator[str]:
+        if isinstance(value, Mapping):
+            for key, entry in value.items():
+                if key == "norm" and isinstance(entry, str):
+                    yield entry
+                yield from walk(entry)
+        elif isinstance(value, list | tuple):
+            for entry in value:
+                yield from walk(entry)
+
+    return {norm for run in runs for norm in walk(run.configuration)}
+
+
+@dataclass(frozen=True)
+class _Verdicts:
+    """What became of the images of a set under one method.
+
+    Attributes:
+        samples: `(N,)`, rising.
+        labels: `(N,)`.
+        right: float64 `(R, N)`, a row for each repetition.
+        seconds: `(R,)`.
+    """
+
+    samples: np.ndarray
+    labels: np.ndarray
+    right: np.ndarray
+    seconds: tuple[float, ...]
+
+    @property
+    def share(self) -> np.ndarray:
+        return self.right.mean(0)
+
+
+_Sources = dict[tuple[str, str], tuple[Source, ...]]
+_Layout = tuple[str, str, int | None, dict[str, str], "PaperTable | None"]  # title, family, level, key → set, paper
+
+
+def _sort_sources(runs: Sequence[Run]) -> tuple[_Sources, list[str]]:
+    notes: list[str] = []
+    if not runs:
+        raise ResultsError("There is no run to report.")
+    paths: set[Path] = set()
+    for run in runs:
+        if run.path.resolve() in paths:
+            raise ResultsError(f"{run.path} was given twice.")
+        paths.add(run.path.resolve())
+        if not run.units:
+            raise ResultsError(f"{run.path} holds no finished unit yet.")
+        if run.damaged:
+            notes.append(f"{run.path.name}: {_count(len(run.damaged), 'damaged file')} left out.")
+        _check_same_kind(runs[0], run)
+    found: dict[tuple[str, str], list[Source]] = {}
+    unlabelled: set[str] = set()
+    for run in runs:
+        for unit in run.units:
+            if unit.about.get("counts", {}).get("labelled") == 0:
+                unlabelled.add(unit.set_name)
+            else:
+                found.setdefault((unit.method, unit.set_name), []).append(Source(run, unit))
+    notes += [f"{name} has no labels, so there is no error to show." for name in sorted(unlabelled)]
+    if not found:
+        raise ResultsError(f"{runs[0].path} has no labelled set, so there is no error to report.")
+    return {key: tuple(entries) for key, entries in found.items()}, notes
+
+
+def _check_same_kind(first: Run, other: Run) -> None:
+    norms = [", ".join(sorted(find_norms([run]))) for run in (first, other)]
+    if norms[0] != norms[1]:
+        raise ResultsError(
+            f"{first.path} and {other.path} have networks of different normalization ({norms[0] or 'unknown'}; "
+            f"{norms[1] or 'unknown'}): report them apart."
+        )
+    ours, theirs = (run.configuration.get("methods") for run in (first, other))
+    if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
+        return
+    for method in sorted(ours.keys() & theirs.keys()):
+        different = find_differences(_plain(ours[method]), _plain(theirs[method]))
+        if different:
+            raise ResultsError(
+                f"{first.path} and {other.path} mean different things by {method} ({different[0]}): report them apart."
+            )
+
+
+def _plain(settings: Any) -> Any:
+    if not isinstance(settings, Mapping):
+        return {"": settings}
+    return {key: value for key, value in settings.items() if key not in _NOT_SETTINGS}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _read_verdicts(key: tuple[str, str], sources: Sequence[Source]) -> _Verdicts:
+    samples = labels = None
+    right: list[np.ndarray] = []
+    for source in sources:
+        columns = source.unit.columns()
+        order = np.argsort(columns["sample"], kind="stable")
+        here = columns["sample"][order]
+        if len(here) == 0:
+            raise ResultsError(f"{source.run.path} holds no image of {key[1]} under {key[0]}.")
+        if samples is not None and labels is not None:
+            _check_same(key[1], (samples, labels), (here, columns["label"][order]), sources[0], source)
+        samples, labels = here, columns["label"][order]
+        right.append(columns["is_right"][order].astype(np.float64))
+    assert samples is not None
+    assert labels is not None
+    return _Verdicts(samples, labels, np.stack(right), tuple(source.unit.seconds for source in sources))
+
+
+def _check_images(verdicts: Mapping[tuple[str, str], _Verdicts], sources: _Sources) -> None:
+    first: dict[str, tuple[str, str]] = {}
+    for key, found in verdicts.items():
+        other = first.setdefault(key[1], key)
+        known = verdicts[other]
+        _check_same(
+            key[1], (known.samples, known.labels), (found.samples, found.labels), sources[other][0], sources[key][0]
+        )
+
+
+def _check_same(name: str, one: Sequence[np.ndarray], two: Sequence[np.ndarray], first: Source, second: Source) -> None:
+    if len(one[0]) != len(two[0]):
+        fault = f"{len(one[0]):,} and {len(two[0]):,} of its images"
+    elif not np.array_equal(one[0], two[0]):
+        fault = "different images of it"
+    elif not np.array_equal(one[1], two[1]):
+        fault = "different labels of it"
+    else:
+        return
+    raise ResultsError(
+        f"The runs are of different data: on {name}, {first.run.path} ({first.unit.method}) and {second.run.path} "
+        f"({second.unit.method}) hold {fault}."
+    )
+
+
+def _lay_out(sources: _Sources, norm: str) -> Iterator[_Layout]:
+    """Which sets stand together in a table."""
+    units = {key[1]: entries[0].unit for key, entries in sources.items()}
+    taken: set[str] = set()
+    families = sorted({name.split("/")[0] for name, unit in units.items() if unit.level is not None})
+    for family in families:
+        original = family.removesuffix("-c")
+        levels = {unit.level for name, unit in units.items() if name.split("/")[0] == family and unit.level}
+        for level in sorted(levels, reverse=True):
+            keys = {ORIGINAL: original} if original in units else {}
+            shifts = {
+                unit.corruption: name
+                for name, unit in units.items()
+                if name.split("/")[0] == family and unit.level == level and unit.corruption
+            }
+            keys |= {name: shifts[name] for name in order_corruptions(shifts)}
+            taken |= set(keys.values())
+            yield f"{family}, level {level}", family, level, keys, find_table(family, level, norm)
+    gradual = {name: unit for name, unit in units.items() if unit.corruption is not None and unit.level is None}
+    for family in sorted({name.split("/")[0] for name in gradual}):
+        noises = {str(unit.corruption): name for name, unit in gradual.items() if name.split("/")[0] == family}
+        keys = {noise: noises[noise] for noise in order_corruptions(noises)}
+        taken |= set(keys.values())
+        yield f"{family}, noise growing from level 1 to 5", family, None, keys, None
+    rest = {name: name for name in units if name not in taken}
+    if rest:
+        yield "Other test sets" if taken else "Test sets", "", None, rest, None
+
+
+def _measure(
+    title: str,
+    family: str,
+    level: int | None,
+    keys: Mapping[str, str],
+    paper: PaperTable | None,
+    verdicts: Mapping[tuple[str, str], _Verdicts],
+    seed: int,
+) -> Table:
+    shifts = [column for column in keys if column != ORIGINAL]
+    with_mean = family != "" and len(shifts) > 1
+    methods = order_methods({method for method, name in verdicts if name in keys.values()})
+    rows: dict[str, dict[str, Cell]] = {}
+    for method in methods:
+        here = {column: verdicts[method, name] for column, name in keys.items() if (method, name) in verdicts}
+        base = {column: verdicts[BASELINE, name] for column, name in keys.items() if (BASELINE, name) in verdicts}
+        rows[method] = _measure_row(here, {} if method == BASELINE else base, shifts if with_mean else [], seed)
+    columns = (*keys, MEAN) if with_mean else tuple(keys)
+    return Table(title, family, level, columns, _correct(rows), paper)
+
+
+def _measure_row(
+    here: Mapping[str, _Verdicts], base: Mapping[str, _Verdicts], averaged: Sequence[str], seed: int
+) -> dict[str, Cell]:
+    """The cells of one method, and the mean over `averaged` where all of them are there."""
+    cells: dict[str, Cell] = {}
+    drawn: dict[str, np.ndarray] = {}
+    groups: dict[bytes, list[str]] = {}
+    for column, found in here.items():
+        groups.setdefault(found.samples.tobytes(), []).append(column)
+    for columns in groups.values():  # the same images: resampled together
+        wrong = 100 * (1 - np.stack([here[column].share for column in columns], 1))
+        drawn |= dict(zip(columns, bootstrap_means(wrong, seed).T, strict=True))
+    gains: dict[str, np.ndarray] = {}
+    for column, found in here.items():
+        errors = 100 * (1 - found.right.mean(1))
+        cell = Cell(
+            float(errors.mean()),
+            interval_of(drawn[column]),
+            spread(errors.tolist()),
+            len(found.samples),
+            len(found.right),
+        )
+        if column in base:
+            gains[column] = found.share - base[column].share
+            cell = _compare(cell, gains[column])
+        cells[column] = cell
+    if averaged and all(column in here for column in averaged):
+        parts = [cells[column] for column in averaged]
+        repetitions = min(part.repetitions for part in parts)
+        errors = [
+            float(np.mean([100 * (1 - here[column].right[place].mean()) for column in averaged]))
+            for place in range(repetitions)
+        ]
+        cell = Cell(
+            float(np.mean([part.error for part in parts])),
+            interval_of(np.mean([drawn[column] for column in averaged], axis=0)),
+            spread(errors) if len({part.repetitions for part in parts}) == 1 else None,
+            sum(part.images for part in parts),
+            repetitions,
+        )
+        if all(column in gains for column in averaged):
+            together = len({here[column].samples.tobytes() for column in averaged}) == 1
+            stacked = [gains[column] for column in averaged]
+            # One image under all corruptions is one observation, not fifteen.
+            cell = _compare(cell, np.sum(stacked, axis=0) if together else np.concatenate(stacked))
+        cells[MEAN] = cell
+    return cells
+
+
+def _compare(cell: Cell, gains: np.ndarray) -> Cell:
+    more, fewer = int((gains > 1e-9).sum()), int((gains < -1e-9).sum())
+    return replace(cell, p_value=sign_test(more, fewer), to_right=more, to_wrong=fewer)
+
+
+def _correct(rows: Mapping[str, Mapping[str, Cell]]) -> dict[str, dict[str, Cell]]:
+    """The rows with p-values corrected for how many the table has."""
+    places = [(method, column) for method, row in rows.items() for column in row if row[column].p_value is not None]
+    corrected = holm([rows[method][column].p_value or 0.0 for method, column in places])
+    changed = {method: dict(row) for method, row in rows.items()}
+    for (method, column), p_value in zip(places, corrected, strict=True):
+        changed[method][column] = replace(changed[method][column], p_value=p_value)
+    return changed
+
+
+def _by_class(
+    sources: _Sources, verdicts: Mapping[tuple[str, str], _Verdicts], norm: str, seed: int
+) -> Iterator[Table]:
+    """The paper's table of the seven classes of VID-Robust that CIFAR-10 has."""
+    from testtime.data.cifar import CLASSES
+
+    name = "vid-cifar7"
+    found = {method: verdicts[method, name] for method, key in sources if key == name}
+    if not found:
+        return
+    numbers = {title: CLASSES.index(cifar) for title, (_, cifar) in CIFAR7.items()}
+    parts: dict[tuple[str, str], _Verdicts] = {(method, "average"): one for method, one in found.items()}
+    for title, number in numbers.items():
+        for method, one in found.items():
+            keep = one.labels == number
+            if keep.any():
+                parts[method, title] = _Verdicts(one.samples[keep], one.labels[keep], one.right[:, keep], one.seconds)
+    keys = {title: title for title in (*numbers, "average") if any(key[1] == title for key in parts)}
+    table = _measure("vid-cifar7 by class", "", None, keys, find_table(name, None, norm), parts, seed)
+    yield replace(table, family=name)

@@ -1,0 +1,267 @@
+"""The tables of runs as text: Markdown, LaTeX with booktabs, CSV, and for the terminal.
+
+Markdown and LaTeX have methods down and sets across, as the paper prints them; under a method's row stands half the
+width of its 95% interval, and with `paper` the paper's own row and the difference. The terminal has sets down, because
+seventeen columns do not fit. CSV has a line for each number with everything known about it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from testtime.report.paper import PAPER_NAMES, Measure
+from testtime.report.results import (
+    BASELINE,
+    MEAN,
+    SIGNIFICANT,
+    Cell,
+    Results,
+    Table,
+    column_short,
+    column_title,
+    method_title,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+CSV_FIELDS = (
+    "table",
+    "family",
+    "level",
+    "method",
+    "paper_method",
+    "column",
+    "measure",
+    "percent",
+    "low",
+    "high",
+    "spread",
+    "images",
+    "repetitions",
+    "p_value",
+    "to_right",
+    "to_wrong",
+    "paper",
+    "difference",
+)
+
+
+def explain(results: Results, measure: Measure) -> list[str]:
+    """What the numbers and signs in the tables mean, a sentence each."""
+    better = "lower" if measure == "error" else "higher"
+    lines = [
+        f"{'Wrong' if measure == 'error' else 'Right'} predictions in percent, {better} is better; the best of a set "
+        "is in bold.",
+        "± is half the width of the 95% interval (bootstrap over images).",
+    ]
+    if any(len(entries) > 1 for entries in results.sources.values()):
+        lines.append("Repetitions (seeds, runs) are averaged image by image; s is their standard deviation.")
+    if BASELINE in results.methods and len(results.methods) > 1:
+        lines.append(
+            f"* better and † worse than {BASELINE} on the same images: exact sign test on the images that flip "
+            f"(McNemar), p < {SIGNIFICANT} after Holm's correction within a table."
+        )
+    return lines
+
+
+def difference(value: float, paper: float) -> str:
+    """Ours minus the paper's, both as printed, with its sign."""
+    change = round(round(value, 1) - round(paper, 1), 1)
+    return f"{change:+.1f}".replace("-", "−") if change else "0.0"
+
+
+def _rows(table: Table, measure: Measure, paper: bool) -> list[tuple[str, str, list[str]]]:
+    """Kind, heading and cells of every line of a table; cells are plain text, `` where there is nothing."""
+    lines: list[tuple[str, str, list[str]]] = []
+    for method, row in table.rows.items():
+        cells = [row.get(column) for column in table.columns]
+        lines.append((method, method_title(method), [_number(cell, measure) for cell in cells]))
+        lines.append(("interval", "± 95%", [f"{cell.half_width:.1f}" if cell else "" for cell in cells]))
+        if any(cell and cell.spread is not None for cell in cells):
+            spreads = [f"{cell.spread:.1f}" if cell and cell.spread is not None else "" for cell in cells]
+            lines.append(("spread", "s", spreads))
+        known = [table.paper_value(method, column, measure) for column in table.columns]
+        if paper and any(value is not None for value in known):
+            lines.append(("paper", "paper", [f"{value:.1f}" if value is not None else "" for value in known]))
+            changes = [
+                difference(cell.value(measure), value) if cell and value is not None else ""
+                for cell, value in zip(cells, known, strict=True)
+            ]
+            lines.append(("difference", "difference", changes))
+    return lines
+
+
+def _number(cell: Cell | None, measure: Measure) -> str:
+    return f"{cell.value(measure):.1f}{cell.mark}" if cell else ""
+
+
+def markdown(results: Results, measure: Measure = "error", paper: bool = False) -> str:
+    """All tables as Markdown, with what the signs mean."""
+    parts: list[str] = []
+    for table in results.tables:
+        heading = [measure + " in %", *(_cell(column_short(column)) for column in table.columns)]
+        lines = [f"### {_cell(table.title)}", "", _line(heading), "|---|" + "---:|" * len(table.columns)]
+        for kind, title, cells in _rows(table, measure, paper):
+            texts = [_cell(text) for text in cells]
+            if kind in table.rows:
+                texts = [
+                    f"**{text}**" if text and table.is_best(kind, column) else text
+                    for text, column in zip(texts, table.columns, strict=True)
+                ]
+            lines.append(_line([_cell(title), *texts]))
+        parts.append("\n".join(lines))
+    words = [*explain(results, measure), *results.notes]
+    return "\n\n".join([*parts, "\n".join(f"- {_cell(line)}" for line in words)]) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cell(text: str) -> str:
+    # What would end a cell, begin emphasis or be taken for HTML.
+    for sign in "\\|*_<`":
+        text = text.replace(sign, "\\" + sign)
+    return text
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "*": r"$^{*}$",
+    "†": r"$^{\dagger}$",
+    "±": r"$\pm$",
+    "−": "$-$",
+    "<": r"$<$",
+    "→": r"$\to$",
+}
+
+
+def latex(results: Results, measure: Measure = "error", paper: bool = False) -> str:
+    """All tables as LaTeX floats; a document needs the packages booktabs and graphicx."""
+    parts = ["% needs \\usepackage{booktabs} and \\usepackage{graphicx}"]
+    for table in results.tables:
+        columns = "l" + "r" * len(table.columns)
+        if table.columns[-1] == MEAN:
+            columns = columns[:-1] + "|r"
+        lines = [
+            r"\begin{table*}[t]",
+            r"\centering\footnotesize\setlength\tabcolsep{3.5pt}",
+            r"\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%",
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            " & ".join(["", *(_latex(column_short(column)) for column in table.columns)]) + r" \\",
+            r"\midrule",
+        ]
+        for place, (kind, title, cells) in enumerate(_rows(table, measure, paper)):
+            texts = [_latex(text) for text in cells]
+            if kind in table.rows:
+                if place and paper:
+                    lines.append(r"\addlinespace")
+                texts = [
+                    rf"\textbf{{{text}}}" if text and table.is_best(kind, column) else text
+                    for text, column in zip(texts, table.columns, strict=True)
+                ]
+                lines.append(" & ".join([_latex(title), *texts]) + r" \\")
+            else:
+                quiet = [rf"{{\scriptsize {text}}}" if text else "" for text in (_latex(title), *texts)]
+                lines.append(" & ".join(quiet) + r" \\")
+        caption = " ".join([f"{table.title}: {measure} in %.", *explain(results, measure)])
+        lines += [r"\bottomrule", r"\end{tabular}}", rf"\caption{{{_latex(caption)}}}", r"\end{table*}"]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(sign, sign) for sign in text)
+
+
+def as_csv(results: Results, measure: Measure = "error") -> str:
+    """Every number of every table on a line of its own."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(CSV_FIELDS)
+    for table in results.tables:
+        for method, row in table.rows.items():
+            for column in table.columns:
+                cell = row.get(column)
+                if cell is None:
+                    continue
+                low, high = cell.ends(measure)
+                value, known = cell.value(measure), table.paper_value(method, column, measure)
+                writer.writerow(
+                    [
+                        table.title,
+                        table.family,
+                        table.level,
+                        method,
+                        PAPER_NAMES.get(method),
+                        column,
+                        measure,
+                        f"{value:.4f}",
+                        f"{low:.4f}",
+                        f"{high:.4f}",
+                        None if cell.spread is None else f"{cell.spread:.4f}",
+                        cell.images,
+                        cell.repetitions,
+                        None if cell.p_value is None else f"{cell.p_value:.3g}",
+                        cell.to_right,
+                        cell.to_wrong,
+                        None if known is None else f"{known:.4g}",
+                        None if known is None else f"{value - known:.4f}",
+                    ]
+                )
+    return out.getvalue()
+
+
+def terminal(results: Results, measure: Measure = "error", paper: bool = False) -> list[RichTable]:
+    """The tables for a terminal, sets down and methods across."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    made: list[RichTable] = []
+    for table in results.tables:
+        shown = RichTable(title=table.title, title_justify="left", title_style="bold", header_style="", box=None)
+        shown.add_column(f"{measure} in %")
+        compared = {
+            method
+            for method in table.rows
+            if paper and any(table.paper_value(method, column, measure) is not None for column in table.columns)
+        }
+        for method in table.rows:
+            shown.add_column(method_title(method), justify="right")
+            if method in compared:
+                shown.add_column("paper", justify="right", style="dim")
+        for column in table.columns:
+            cells: list[Text] = [Text(column_title(column), style="bold" if column == MEAN else "")]
+            for method, row in table.rows.items():
+                cell = row.get(column)
+                cells.append(_terminal_cell(cell, measure, table.is_best(method, column)) if cell else Text("–"))
+                if method in compared:
+                    known = table.paper_value(method, column, measure)
+                    change = f" {difference(cell.value(measure), known):>5}" if cell and known is not None else ""
+                    cells.append(Text(f"{known:.1f}{change}" if known is not None else ""))
+            shown.add_row(*cells)
+        made.append(shown)
+    return made
+
+
+def _terminal_cell(cell: Cell, measure: Measure, best: bool) -> Text:
+    from rich.text import Text
+
+    text = Text(f"{cell.value(measure):.1f}", style="bold" if best else "")
+    text.append(cell.mark or " ")
+    return text.append(f" ±{cell.half_width:<4.1f}", style="dim")

@@ -1,0 +1,165 @@
+"""How sure a measured number is: bootstrap intervals, paired tests, a line through points.
+
+All of it is small and needs numpy alone. The bootstrap draws through `testtime.randomness`, so the same seed gives the
+same interval on every machine, and columns given together are resampled together: the images of a corruption benchmark
+are the same under every corruption, and the interval of a mean over corruptions must not pretend otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from testtime.randomness import Draws
+
+ROUNDS = 1000
+_DRAWS_AT_ONCE = 1 << 21
+
+
+class Interval(NamedTuple):
+    """The ends of a confidence interval."""
+
+    low: float
+    high: float
+
+
+class Line(NamedTuple):
+    """A least-squares line with its correlation and confidence band.
+
+    Attributes:
+        slope: Its slope.
+        offset: Its value at 0.
+        correlation: Pearson's r of the points.
+        at: Where the band is given.
+        low: The band's lower edge there.
+        high: Its upper edge.
+    """
+
+    slope: float
+    offset: float
+    correlation: float
+    at: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def bootstrap_means(values: np.ndarray, seed: int = 0, rounds: int = ROUNDS) -> np.ndarray:
+    """Means of the columns over images drawn again with replacement.
+
+    Args:
+        values: `(N, K)`, one row for each image.
+        seed: Seed of the draws.
+        rounds: How many times the N images are drawn.
+
+    Returns:
+        float64 `(rounds, K)`; a round draws the same images for all columns.
+    """
+    count = len(values)
+    means = np.empty((rounds, values.shape[1]))
+    step = max(1, _DRAWS_AT_ONCE // max(count, 1))
+    for start in range(0, rounds, step):
+        numbers = torch.arange(start, min(start + step, rounds))
+        drawn = Draws.of(seed, numbers).purpose("bootstrap").integers(count, count)  # (rounds here, N)
+        flat = (drawn + torch.arange(len(numbers))[:, None] * count).flatten()
+        weights = torch.bincount(flat, minlength=len(numbers) * count).view(len(numbers), count)
+        means[start : start + len(numbers)] = weights.double().numpy() @ values / count
+    return means
+
+
+def interval_of(means: np.ndarray, confidence: float = 0.95) -> Interval:
+    """The middle part of bootstrap means, `(rounds,)`, that holds the given share of them."""
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return Interval(float(low), float(high))
+
+
+def sign_test(more: int, fewer: int) -> float:
+    """The exact two-sided p-value of so many changes one way and so many the other, if both were as likely.
+
+    On the images that two methods get right and wrong differently this is McNemar's exact test.
+    """
+    count = more + fewer
+    if count == 0:
+        return 1.0
+    # Terms are taken from the middle outwards in logarithms: 2 ** -count is too small for a float.
+    logs = [_log_choose(count, k) - count * math.log(2) for k in range(min(more, fewer) + 1)]
+    return min(1.0, 2 * math.fsum(math.exp(value) for value in logs))
+
+
+def _log_choose(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values corrected for their number by Holm's method, in the order given."""
+    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
+        corrected[place] = largest
+    return corrected
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """The standard deviation of several runs' results (n - 1); None for fewer than two."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def fit_line(x: np.ndarray, y: np.ndarray, confidence: float = 0.99, points: int = 100) -> Line:
+    """Fit a line and give its confidence band over the range of `x`.
+
+    Args:
+        x: `(N,)`, at least three points, not all at one place.
+        y: `(N,)`.
+        confidence: Of the band.
+        points: How many places to give the band at.
+
+    Raises:
+        ValueError: There are too few points for a line and its band.
+    """
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    if x.shape != y.shape or x.ndim != 1:
+        raise ValueError(f"`x` and `y` must be of one length, got shapes {x.shape} and {y.shape}.")
+    if len(x) < 3 or np.ptp(x) == 0:
+        raise ValueError(f"A line needs at least 3 points at different places, got {len(x)}.")
+    centred = x - x.mean()
+    scatter = float(centred @ centred)
+    slope = float(centred @ (y - y.mean())) / scatter
+    offset = float(y.mean() - slope * x.mean())
+    rest = y - (slope * x + offset)
+    noise = math.sqrt(float(rest @ rest) / (len(x) - 2))
+    at = np.linspace(x.min(), x.max(), points)
+    half = student_quantile((1 + confidence) / 2, len(x) - 2) * noise
+    half = half * np.sqrt(1 / len(x) + (at - x.mean()) ** 2 / scatter)
+    height = float((y - y.mean()) @ (y - y.mean()))
+    correlation = slope * math.sqrt(scatter / height) if height > 0 else 0.0
+    return Line(slope, offset, correlation, at, slope * at + offset - half, slope * at + offset + half)
+
+
+def student_quantile(share: float, freedom: int) -> float:
+    """The value below which Student's t with `freedom` degrees of freedom lies with probability `share` (≥ 0.5)."""
+    low, high = 0.0, 1.0
+    while _student_below(high, freedom) < share:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_below(middle, freedom) < share else (low, middle)
+    return (low + high) / 2
+
+
+def _student_below(t: float, freedom: int) -> float:
+    # Abramowitz and Stegun 26.7.3 and 26.7.4: finite sums for whole degrees of freedom.
+    angle = math.atan2(t, math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term = cosine if odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for k in range(3 if odd else 2, freedom - 1, 2):
+        term *= cosine**2 * (k - 1) / k
+        total += term
+    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return (1 + inside) / 2
