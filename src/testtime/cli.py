@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -499,6 +500,137 @@ def corrupt(
             steps = corruptions.corrupt_imagenet(source, target, **settings)
         for step in steps:
             report(step.done, step.total, step.what)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# eval
+# ---------------------------------------------------------------------------------------------------------------------
+
+_EACH = "; METHOD=NUMBER for one method. May be repeated."
+
+
+@app.command("eval")
+def evaluate(
+    out: Annotated[Path, typer.Option(help="The run's folder; if it holds a part of this run, the rest is run.")],
+    checkpoint: Annotated[
+        str | None,
+        typer.Option("--checkpoint", "-c", help="Jointly trained network: a file, or a shipped one's name."),
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Network trained on classes only, for the method plain.", show_default=False)
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="cifar10-c, digits-c, cifar10-c/*/5, cifar10.1, a folder, …; may be repeated."),
+    ] = None,
+    matrix: Annotated[
+        str | None, typer.Option(help="A whole study: a TOML file, or a shipped one's name.", show_default=False)
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Of plain, fixed, episodic, online (or the study's).", show_default="all that have networks"),
+    ] = None,
+    levels: Annotated[
+        str | None, typer.Option(help="Levels of corrupted sets: 1-5, 5, 1,3.", show_default="all")
+    ] = None,
+    corruptions: Annotated[str | None, typer.Option(help="Corruptions: fog,frost or all.", show_default="all")] = None,
+    original: Annotated[
+        bool | None,
+        typer.Option("--original/--no-original", help="Include the set without corruption.", show_default="included"),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only so many images of each set.", show_default="all")
+    ] = None,
+    seed: Annotated[
+        list[int] | None,
+        typer.Option(help="Seed of augmentations and order; may be repeated.", show_default="0"),
+    ] = None,
+    shuffle: Annotated[
+        bool | None,
+        typer.Option("--shuffle/--no-shuffle", help="Shuffle each set once by the seed.", show_default="not shuffled"),
+    ] = None,
+    steps: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Gradient steps on an image{_EACH}", show_default="10; online 1", rich_help_panel="Method"),
+    ] = None,
+    lr: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Learning rate{_EACH}", show_default="0.001", rich_help_panel="Method"),
+    ] = None,
+    copies: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Augmented copies in a step{_EACH}", show_default="32", rich_help_panel="Method"),
+    ] = None,
+    threshold: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Adapt only below this confidence of the rotation task{_EACH}",
+            show_default="1",
+            rich_help_panel="Method",
+        ),
+    ] = None,
+    data_root: Annotated[
+        Path | None, typer.Option(help="Where data sets are.", show_default="$TESTTIME_DATA", rich_help_panel="Machine")
+    ] = None,
+    together: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Online streams that advance side by side.",
+            show_default="1; on CUDA what fits",
+            rich_help_panel="Machine",
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Distribute over Ray: local starts workers here, an address finds a cluster.",
+            show_default=False,
+            rich_help_panel="Machine",
+        ),
+    ] = None,
+    device: Device = "auto",
+) -> None:
+    """Evaluate methods on test sets and keep every record.
+
+    Each method, set and seed is one file under OUT, written when it is
+    finished. Run it again to go on after an interruption: only what is
+    missing is run.
+
+    Examples:
+      testtime eval -c runs/digits/network.safetensors --data digits-c --levels 5 --out runs/eval
+      testtime eval -c joint.safetensors --baseline plain.safetensors --data cifar10-c --shuffle --out runs/c
+      testtime eval -c joint.safetensors --data cifar10.1 --methods fixed,online --lr online=0.003 --out runs/10.1
+      testtime eval -c joint.safetensors --matrix gradual --out runs/gradual
+    """
+    from testtime import data as datasets
+    from testtime import runs
+
+    place = pick_device(device)
+    with as_bad_arguments(datasets.DataError):
+        plan = runs.make_plan(
+            matrix,
+            checkpoint=checkpoint,
+            baseline=baseline,
+            data=data,
+            methods=methods,
+            levels=levels,
+            corruptions=corruptions,
+            original=original,
+            seeds=seed,
+            shuffle=shuffle,
+            limit=limit,
+            data_root=data_root,
+            steps=steps,
+            lr=lr,
+            copies=copies,
+            threshold=threshold,
+        )
+    command = shlex.join(["testtime", *sys.argv[1:]])
+    with progress("views") as report:
+        run = runs.run_plan(plan, out, device=place, command=command, together=together, ray=ray, progress=report)
+    typer.echo(runs.tell(run))
+    typer.echo(f"{out}: {len(run.units)} units")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

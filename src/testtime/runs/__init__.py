@@ -6,6 +6,21 @@ run.py      running what is missing, in this process
 cluster.py  the same over Ray
 """
 
-from testtime.runs.units import Run, Unit, open_run
+from testtime.runs.plan import Method, Plan, Source, make_plan, read_study, studies
+from testtime.runs.run import run_plan
+from testtime.runs.units import Run, RunError, Unit, open_run, tell
 
-__all__ = ["Run", "Unit", "open_run"]
+__all__ = [
+    "Method",
+    "Plan",
+    "Run",
+    "RunError",
+    "Source",
+    "Unit",
+    "make_plan",
+    "open_run",
+    "read_study",
+    "run_plan",
+    "studies",
+    "tell",
+]

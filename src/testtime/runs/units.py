@@ -312,6 +312,21 @@ def read_unit(path: Path) -> tuple[Unit, dict[str, np.ndarray]]:
     return unit, columns
 
 
+def tell(run: Run) -> str:
+    """A run in a few lines: for each method its units, its mean error and its time."""
+    lines = []
+    for method in dict.fromkeys(unit.method for unit in run.units):
+        own = [unit for unit in run.units if unit.method == method]
+        counts = [unit.about["counts"] for unit in own]
+        errors = [1 - count["is_right"] / count["labelled"] for count in counts if count["labelled"]]
+        mean = f"mean error {sum(errors) / len(errors):.2%}" if errors else "no labels"
+        images = sum(count["images"] for count in counts)
+        lines.append(
+            f"{method:<12} {len(own):>4} sets  {mean:<18}  {images:,} images in {sum(u.seconds for u in own):.1f} s"
+        )
+    return "\n".join(lines)
+
+
 def _hash(about: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> str:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name in COLUMNS:

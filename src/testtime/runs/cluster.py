@@ -1,0 +1,183 @@
+"""Units over the workers of Ray: on this machine, or on a cluster.
+
+The driver cuts what is missing into jobs (a whole online unit, since its images depend on each other; a range of
+samples of any other), hands them out, puts the pieces together and writes the units; workers open networks and sets
+themselves, by name, so every machine needs them at the same place. A job whose worker dies is done again by another
+one; no other job is lost with it. The records are those of a run in one process.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from testtime.machine import describe_machine
+from testtime.runs.plan import Plan, Role
+from testtime.runs.run import BATCH, Columns, Facts, Meter, Workshop, make_groups
+from testtime.runs.units import Unit, join_columns
+
+SHARD = 512
+"""Samples in a shard of a unit whose images do not depend on each other."""
+
+RETRIES = 3
+_STORE = 256 * 2**20  # records are small: a fraction of the memory that Ray would take
+
+
+@dataclass(frozen=True)
+class Job:
+    """A piece of work for one worker: a part of one unit, or several online units side by side.
+
+    Attributes:
+        units: The units as (method, set, seed).
+        start: First place of their order.
+        stop: The place after the last one.
+    """
+
+    units: tuple[tuple[str, str, int], ...]
+    start: int
+    stop: int
+
+
+def run_on_ray(
+    plan: Plan,
+    units: Sequence[Unit],
+    facts: Mapping[str, Facts],
+    device: torch.device,
+    address: str,
+    meter: Meter,
+    keep: Callable[..., None],
+    fingerprints: Mapping[Role, str],
+) -> None:
+    """Run units over Ray's workers.
+
+    Args:
+        plan: The plan.
+        units: What to run of it.
+        facts: Of every set.
+        device: What a worker computes on; `cuda` takes one GPU each.
+        address: "local" starts workers on this machine; else where the cluster is, "auto" for the one around here.
+        meter: Is told how far it is.
+        keep: Is given every unit that is finished, with its columns, seconds and hardware.
+        fingerprints: Of the networks, for the workers to compare with what they find.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed.
+        RuntimeError: A job's workers died again and again.
+    """
+    ray = start_ray(address)
+    try:
+        gpus = int(ray.cluster_resources().get("GPU", 0)) if device.type == "cuda" else 0
+        if device.type == "cuda" and gpus == 0:
+            raise ValueError("Ray has no GPU to give; choose --device cpu.")
+        work = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=RETRIES)(do_job)
+        text, kind = plan.to_json(), device.type
+        shared = ray.put((text, kind, dict(fingerprints), {name: one.fingerprint for name, one in facts.items()}))
+        jobs = list(cut(plan, units, facts, device, gpus))
+        waiting = {work.remote(shared, job): job for job in jobs}
+        left = {unit: sum(_key(unit) in job.units for job in jobs) for unit in units}
+        parts: dict[Unit, dict[int, tuple[Columns, float]]] = {unit: {} for unit in units}
+        by_key = {_key(unit): unit for unit in units}
+        while waiting:
+            (ready,), _ = ray.wait(list(waiting), num_returns=1)
+            job = waiting.pop(ready)
+            found, seconds, hardware = _get(ray, ready, job)
+            for key, columns in zip(job.units, found, strict=True):
+                unit = by_key[key]
+                parts[unit][job.start] = columns, seconds / len(found)
+                left[unit] -= 1
+                meter.done += plan.method(unit.method).cost * len(columns["sample"])
+                if left[unit] == 0:
+                    own = [part for _, part in sorted(parts.pop(unit).items(), key=lambda item: item[0])]
+                    total = sum(cost for _, cost in own)
+                    keep(unit, join_columns([columns for columns, _ in own]), total, hardware, shards=len(own))
+            meter.show(f"unit {meter.place}/{len(meter.units)}, {len(waiting)} jobs to go")
+    finally:
+        ray.shutdown()
+
+
+def start_ray(address: str) -> Any:
+    """Ray, started or found.
+
+    Raises:
+        ModuleNotFoundError: It is not installed.
+        ConnectionError: There is no cluster at that address.
+    """
+    # Both are read when ray is imported: no statistics leave the machine, and no tip about a future default is printed.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        ray = import_module("ray")
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("Distributed runs need ray: pip install 'testtime[ray]'", name="ray") from None
+    if address == "local":
+        # The address "local" starts workers even where RAY_ADDRESS names a cluster.
+        ray.init(
+            "local", include_dashboard=False, object_store_memory=_STORE, log_to_driver=False, logging_level="error"
+        )
+    else:
+        ray.init(address, log_to_driver=False, logging_level="error")
+    return ray
+
+
+def cut(
+    plan: Plan, units: Sequence[Unit], facts: Mapping[str, Facts], device: torch.device, gpus: int
+) -> Iterator[Job]:
+    """Cut units into jobs."""
+    shard = max(1, SHARD // BATCH.get(device.type, 32)) * BATCH.get(device.type, 32)
+    for group in make_groups(plan, units, facts, device):
+        count = facts[group[0].set_name].count
+        if plan.method(group[0].method).mode == "online":
+            size = math.ceil(len(group) / max(gpus, 1))  # every GPU gets its share of the streams
+            for start in range(0, len(group), size):
+                yield Job(tuple(_key(unit) for unit in group[start : start + size]), 0, count)
+            continue
+        for start in range(0, max(count, 1), shard):
+            yield Job((_key(group[0]),), start, min(start + shard, count))
+
+
+def do_job(shared: tuple[str, str, dict[Role, str], dict[str, str]], job: Job) -> tuple[list[Columns], float, str]:
+    """What a worker does: the columns of the job's units, the seconds it took, and the hardware."""
+    text, kind, networks, sets = shared
+    shop = _workshop(text, kind)
+    units = [Unit.of(*key) for key in job.units]
+    for role, found_here in shop.fingerprints.items():
+        if found_here != networks[role]:
+            raise ValueError(f"{shop.plan.networks[role]} is another network on this machine than where the run began.")
+    for unit in units:
+        if shop.facts(unit.set_name).fingerprint != sets[unit.set_name]:
+            raise ValueError(f"{unit.set_name} is another set on this machine than where the run began.")
+    begin = time.perf_counter()
+    if len(units) > 1:
+        found = shop.run_streams(units)
+    else:
+        found = [shop.run_unit(units[0], slice(job.start, job.stop))]
+    return found, time.perf_counter() - begin, describe_machine(shop.device)["hardware"]["device"]
+
+
+@functools.lru_cache(maxsize=1)
+def _workshop(text: str, kind: str) -> Workshop:
+    """A worker's networks and sets stay open from job to job."""
+    return Workshop(Plan.from_json(text), kind)
+
+
+def _get(ray: Any, reference: Any, job: Job) -> tuple[list[Columns], float, str]:
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None  # what went wrong, without Ray's account of where
+    except ray.exceptions.RayError as error:
+        title = ", ".join(" ".join(map(str, key)) for key in job.units)
+        reason = str(error).strip().splitlines()[0]
+        raise RuntimeError(f"{title}: its workers died {RETRIES + 1} times ({reason})") from None
+
+
+def _key(unit: Unit) -> tuple[str, str, int]:
+    return unit.method, unit.set_name, unit.seed

@@ -1,0 +1,376 @@
+"""Doing what a plan says: open networks and sets, run the units that are missing, keep each as soon as it is finished.
+
+`Workshop` does the work and knows nothing of folders, so that a worker of a cluster can have one; `run_plan` keeps the
+folder and chooses how the units are run. On CUDA the online units of a method advance side by side as `Streams`, on a
+CPU one after the other, which is as fast there; the records are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from testtime import data as datasets
+from testtime.adapt import Prediction
+from testtime.data.sets import TestSet
+from testtime.evaluate import Progress, stream_order
+from testtime.machine import describe_machine
+from testtime.networks.ynet import YNet, load
+from testtime.runs.plan import Method, Plan, Role
+from testtime.runs.units import COLUMNS, Run, Unit, join_columns, make_columns, open_run, prepare_folder, write_unit
+
+log = logging.getLogger(__name__)
+
+Columns = dict[str, np.ndarray]
+Advance = Callable[[int, int], None]
+
+BATCH = {"cpu": 32, "cuda": 512}
+"""Images in one call of an adapter. Also the grain of shards: a batch is never cut in two, so that the arithmetic of a
+shard is that of the whole, bit for bit."""
+
+_BLOCK = 64  # images of each stream that are read at once
+_STREAMS = 128
+_SIZED = ("digits", "imagenet", "vid-robust", "folder")  # families whose images have the size one asks for
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a run needs to know of a test set before it is read.
+
+    Attributes:
+        fingerprint: A hash of what it is made of.
+        count: How many of its images the run takes.
+        shape: `(C, H, W)` of its images.
+    """
+
+    fingerprint: str
+    count: int
+    shape: tuple[int, int, int]
+
+
+class Workshop:
+    """The networks and test sets of a plan, opened when they are needed, and the work on them.
+
+    Args:
+        plan: What to do.
+        device: Where to do it.
+    """
+
+    def __init__(self, plan: Plan, device: str | torch.device = "cpu") -> None:
+        self.plan = plan
+        self.device = torch.device(device)
+        self._open = functools.lru_cache(maxsize=2)(self.open)  # the same set serves several jobs in a row
+        self._facts: dict[str, Facts] = {}
+
+    @functools.cached_property
+    def networks(self) -> dict[Role, YNet]:
+        """The networks by role, on the device."""
+        return {role: load(file).to(self.device) for role, file in self.plan.networks.items()}
+
+    @functools.cached_property
+    def fingerprints(self) -> dict[Role, str]:
+        """The networks' fingerprints."""
+        return {role: net.fingerprint() for role, net in self.networks.items()}
+
+    def open(self, name: str) -> TestSet:
+        """Open a test set of the plan, in the size and with the classes of the network.
+
+        Raises:
+            ValueError: The network does not have the set's classes.
+            DataError: The set is not there or damaged.
+        """
+        card = next(iter(self.networks.values())).card
+        source = self.plan.source(name)
+        family = "folder" if source.folder is not None else name.split("/", 1)[0]
+        options: dict[str, Any] = {}
+        if card.size is not None and family.startswith(_SIZED):
+            options["size"] = card.size
+        root = source.folder or self.plan.data_root
+        found = datasets.open("folder" if source.folder is not None else name, root, **options)
+        if source.folder is not None and found.labels is not None and card.classes:
+            found = datasets.open("folder", root, classes=card.classes, **options)
+        if card.classes and found.labels is not None:
+            answers = found.scores(torch.zeros(1, len(card.classes))).shape[1]
+            if answers != len(found.classes):
+                raise ValueError(f"{name} has {len(found.classes)} classes, the network {answers}.")
+        return found
+
+    def facts(self, name: str) -> Facts:
+        """What the run needs to know of a set."""
+        if name not in self._facts:
+            found = self.open(name)
+            count = len(found) if self.plan.limit is None else min(self.plan.limit, len(found))
+            self._facts[name] = Facts(found.fingerprint(), count, found.shape)
+        return self._facts[name]
+
+    def order(self, test_set: TestSet, seed: int) -> Tensor:
+        """The sample numbers of a set in the order in which the run visits them."""
+        shuffled = self.plan.shuffle and not test_set.ordered
+        order = stream_order(len(test_set), seed) if shuffled else torch.arange(len(test_set))
+        return order[: self.plan.limit]
+
+    def run_unit(self, unit: Unit, part: slice = slice(None), advance: Advance | None = None) -> Columns:
+        """Run one unit, or a part of one whose images do not depend on each other.
+
+        Args:
+            unit: The unit.
+            part: Which places of its order.
+            advance: Told the number of images as they are done, and how many of them are wrong.
+
+        Returns:
+            Its records as columns.
+        """
+        method, test_set = self.plan.method(unit.method), self._open(unit.set_name)
+        net = self.networks[method.network]
+        adapter = method.make(net, unit.seed, choose_parallel(method, test_set.shape, self.device))
+        parts: list[Columns] = []
+        chunks = test_set.chunks(BATCH.get(self.device.type, 32), self.order(test_set, unit.seed)[part])
+        for numbers, images, _ in read_ahead(chunks):
+            parts.append(score(test_set, numbers, adapter.predict(images, samples=numbers)))
+            if advance is not None:
+                advance(len(numbers), _count_wrong(parts[-1]))
+        return join_columns(parts) if parts else make_columns([])
+
+    def run_streams(self, units: Sequence[Unit], advance: Advance | None = None) -> list[Columns]:
+        """Run online units of one method and seed side by side, their sets of one length and shape.
+
+        Args:
+            units: The units.
+            advance: As for `run_unit`.
+
+        Returns:
+            The columns of each.
+        """
+        method, seed = self.plan.method(units[0].method), units[0].seed
+        sets = [self.open(unit.set_name) for unit in units]
+        orders = torch.stack([self.order(test_set, seed) for test_set in sets])  # (S, N)
+        streams = method.make_streams(self.networks[method.network], seed, len(units))
+        parts: list[list[Columns]] = [[] for _ in units]
+
+        def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+            for numbers in orders.split(_BLOCK, dim=1):
+                yield numbers, torch.stack([one.images(row) for one, row in zip(sets, numbers, strict=True)])
+
+        for numbers, images in read_ahead(blocks()):  # (S, T), (S, T, C, H, W)
+            images = images.to(self.device)
+            steps = [streams.predict(images[:, t], samples=numbers[:, t]) for t in range(numbers.shape[1])]
+            answers = [torch.stack([getattr(step, f.name) for step in steps], 1) for f in fields(Prediction)]
+            for row, test_set in enumerate(sets):
+                parts[row].append(score(test_set, numbers[row], Prediction(*(tensor[row] for tensor in answers))))
+                if advance is not None:
+                    advance(numbers.shape[1], _count_wrong(parts[row][-1]))
+        return [join_columns(own) for own in parts]
+
+
+def score(test_set: TestSet, numbers: Tensor, answers: Prediction) -> Columns:
+    """An adapter's answers as columns: what `evaluate` gives as records."""
+    after = test_set.scores(answers.logits).argmax(1).cpu()
+    before = test_set.scores(answers.logits_before).argmax(1).cpu()
+    label, is_right, was_right = torch.full_like(numbers, -1), torch.zeros_like(numbers), torch.zeros_like(numbers)
+    if test_set.labels is not None:
+        label = test_set.labels[numbers]
+        is_right, was_right = test_set.is_correct(after, numbers), test_set.is_correct(before, numbers)
+    values = (numbers, label, after, before, is_right, was_right, answers.loss_before, answers.loss_after)
+    values += (answers.confidence, answers.adapted, answers.rolled_back)
+    return {name: value.cpu().numpy().astype(kind) for (name, kind), value in zip(COLUMNS.items(), values, strict=True)}
+
+
+def _count_wrong(columns: Columns) -> int:
+    return int(((columns["label"] >= 0) & (columns["is_right"] == 0)).sum())
+
+
+def choose_parallel(method: Method, shape: tuple[int, ...], device: torch.device) -> int | Literal["auto"]:
+    """How many episodes run side by side: on CUDA by trial, elsewhere by rule.
+
+    A trial may end differently the next time, and then the last bits of the records do too. On a CPU small views cost
+    more in calls than in arithmetic, so that eight together are faster; large ones are faster one by one.
+    """
+    if device.type == "cuda":
+        return "auto"
+    return 8 if method.copies * shape[1] * shape[2] <= 16_384 else 1
+
+
+def read_ahead(chunks: Iterator[Any]) -> Iterator[Any]:
+    """The same items; the next one is read while the last one is worked on."""
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(next, chunks, None)
+        while (item := coming.result()) is not None:
+            coming = reader.submit(next, chunks, None)
+            yield item
+
+
+class Meter:
+    """How far a run is, in views the network has seen: a step of learning counts for more than a look.
+
+    Args:
+        plan: The plan.
+        facts: Of every set.
+        finished: Units that are there already.
+        progress: Told how many of how many views are done, and how the unit at work goes.
+    """
+
+    def __init__(
+        self, plan: Plan, facts: Mapping[str, Facts], finished: Sequence[Unit], progress: Progress | None
+    ) -> None:
+        self.plan, self.facts, self.progress = plan, facts, progress
+        self.units = plan.units()
+        self.total = sum(self._views(unit) for unit in self.units)
+        self.done = sum(self._views(unit) for unit in finished)
+        self.place = len(finished)
+        self.show("")
+
+    def _views(self, unit: Unit) -> int:
+        return self.plan.method(unit.method).cost * self.facts[unit.set_name].count
+
+    def show(self, text: str) -> None:
+        """Report, with a word on how it goes."""
+        if self.progress is not None:
+            self.progress(self.done, self.total, text)
+
+    def start(self, units: Sequence[Unit]) -> Advance:
+        """Begin some units that advance together: a function to be told how many images are done and wrong."""
+        cost = self.plan.method(units[0].method).cost
+        total = sum(self.facts[unit.set_name].count for unit in units)
+        title = units[0].title if len(units) == 1 else f"{units[0].method} on {len(units)} sets, seed {units[0].seed}"
+        begin, done, wrong = time.monotonic(), 0, 0
+
+        def advance(images: int, mistakes: int) -> None:
+            nonlocal done, wrong
+            done, wrong = done + images, wrong + mistakes
+            self.done += cost * images
+            rate = done / max(time.monotonic() - begin, 1e-9)
+            self.show(
+                f"unit {self.place + 1}/{len(self.units)} {title}: {done:,}/{total:,} images, {rate:,.3g}/s, "
+                f"{(total - done) / rate:,.0f} s left, error {wrong / done:.1%}"
+            )
+
+        return advance
+
+
+def run_plan(
+    plan: Plan,
+    out: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    command: str = "",
+    together: int | None = None,
+    ray: str | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Run every unit of a plan that its folder does not hold yet.
+
+    Args:
+        plan: What to run.
+        out: The run's folder.
+        device: Where to compute.
+        command: The command line, for the record.
+        together: How many online units advance side by side; None takes one on a CPU, and on CUDA as many as fit.
+        ray: "local" starts workers of Ray on this machine, an address finds those of a cluster; None stays in this
+            process.
+        progress: Told how far the run is.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        ValueError: The folder holds a run of another configuration, or sets and networks do not fit.
+        DataError: A set is not there or damaged.
+        OSError: A unit cannot be written. What was finished before stays, as it does on Ctrl-C.
+    """
+    if together is not None and together < 1:
+        raise ValueError(f"`together` must be at least 1, got {together}.")
+    shop = Workshop(plan, device)
+    facts = {source.name: shop.facts(source.name) for source in plan.sources}
+    configuration = describe(shop, facts)
+    machine = describe_machine(shop.device)
+    files = {"networks": dict(plan.networks), "folders": {s.name: s.folder for s in plan.sources if s.folder}}
+    about = {"title": plan.title, "command": command, "seeds": list(plan.seeds), "files": files, **machine}
+    prepare_folder(out, configuration, about)
+    known = set(open_run(out).units)
+    units = plan.units()
+    missing = [unit for unit in units if unit not in known]
+    log.info("%s: %d of %d units are to be run", out, len(missing), len(units))
+    meter = Meter(plan, facts, [unit for unit in units if unit in known], progress)
+
+    def keep(unit: Unit, columns: Columns, seconds: float, hardware: str, **more: Any) -> None:
+        write_unit(out, unit, columns, seconds, device=hardware, testtime=machine["versions"]["testtime"], **more)
+        meter.place += 1
+
+    if ray is not None:
+        from testtime.runs.cluster import run_on_ray
+
+        run_on_ray(plan, missing, facts, shop.device, ray, meter, keep, shop.fingerprints)
+        return open_run(out)
+    hardware = machine["hardware"]["device"]
+    for group in make_groups(plan, missing, facts, shop.device, together):
+        advance, begin = meter.start(group), time.perf_counter()
+        if len(group) == 1:
+            found = [shop.run_unit(group[0], advance=advance)]
+        else:
+            found = shop.run_streams(group, advance)
+        seconds = (time.perf_counter() - begin) / len(group)
+        for unit, columns in zip(group, found, strict=True):
+            keep(unit, columns, seconds, hardware, together=len(group))
+    return open_run(out)
+
+
+def make_groups(
+    plan: Plan, units: Sequence[Unit], facts: Mapping[str, Facts], device: torch.device, together: int | None = None
+) -> list[list[Unit]]:
+    """The units in groups that run together: online ones of a method and seed, of sets alike in length and shape.
+
+    Args:
+        plan: The plan.
+        units: The units to run.
+        facts: Of every set.
+        device: Where they run.
+        together: At most so many in a group; None chooses by the device.
+    """
+    groups: dict[Any, list[Unit]] = {}
+    for number, unit in enumerate(units):
+        method, known = plan.method(unit.method), facts[unit.set_name]
+        alone = method.mode != "online" or known.count == 0
+        key = number if alone else (unit.method, unit.seed, known.count, known.shape)
+        groups.setdefault(key, []).append(unit)
+    pieces: list[list[Unit]] = []
+    for group in groups.values():
+        method, known = plan.method(group[0].method), facts[group[0].set_name]
+        size = together or _fitting(method, known.shape, device)
+        pieces.extend(group[start : start + size] for start in range(0, len(group), size))
+    return pieces
+
+
+def _fitting(method: Method, shape: tuple[int, int, int], device: torch.device) -> int:
+    """How many streams to advance together."""
+    if device.type != "cuda":
+        return 1
+    # What a step keeps of a view for the way back is some hundreds of times the view itself.
+    bytes_each = method.copies * 4 * shape[0] * shape[1] * shape[2] * 400
+    free = torch.cuda.mem_get_info(device)[0]
+    return max(1, min(_STREAMS, int(free // 2 // bytes_each)))
+
+
+def describe(shop: Workshop, facts: Mapping[str, Facts]) -> dict[str, Any]:
+    """What decides a run's results; two runs that differ here do not share a folder."""
+    plan = shop.plan
+    return {
+        "networks": {
+            role: {"fingerprint": shop.fingerprints[role], "architecture": net.card.architecture}
+            for role, net in shop.networks.items()
+        },
+        "methods": {method.name: method.describe(shop.networks[method.network]) for method in plan.methods},
+        "sets": {name: one.fingerprint for name, one in facts.items()},
+        "seeds": list(plan.seeds),
+        "shuffle": plan.shuffle,
+        "limit": plan.limit,
+    }
