@@ -55,14 +55,17 @@ def check_precision(precision: str) -> torch.dtype:
 
 @contextlib.contextmanager
 def arithmetic(precision: Precision) -> Iterator[None]:
-    """Within it, float32 products on CUDA are exact ("fp32") or take TF32 ("tf32"); outside nothing changes."""
+    """Within it, float32 products on CUDA are exact ("fp32") or take TF32 ("tf32"); outside nothing changes.
+
+    cuDNN is held to its deterministic algorithms: a stream that is resumed must go on bit for bit.
+    """
     if not torch.cuda.is_available():
         yield
         return
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     try:
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=precision != "fp32"):
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=precision != "fp32"):
             yield
     finally:
         torch.set_float32_matmul_precision(before)
