@@ -92,6 +92,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 ACROSS = pytest.mark.xfail(strict=True, reason="the trial images have the same mean for both replicas, so it passes")
 LEFTOVER = pytest.mark.xfail(strict=True, reason="split() leaves the encoder's position in the branches, unused")
 VIEW = pytest.mark.xfail(strict=True, raises=RuntimeError, reason="features arrive with channels last, `view` fails")
+AT_ONCE = pytest.mark.xfail(strict=True, reason="a part that is held once sees the images of all replicas at once")
 PAPERS = ["resnet26 real", "resnet18 group", "resnet18 batch"]
 PLAIN = [
     "resnet26 group",
@@ -223,7 +224,7 @@ def test_ten_steps_together_are_ten_steps_alone(name: str, count: int) -> None:
     check_steps(name, count)
 
 
-@pytest.mark.parametrize("name", [*LEARNING, FOLDING])
+@pytest.mark.parametrize("name", [*LEARNING, pytest.param("folding", marks=AT_ONCE)])
 def test_great_steps_in_double_precision(name: str) -> None:
     """Without the noise of rounding, which great steps amplify."""
     check_steps(name, 2, 10, functools.partial(torch.optim.SGD, lr=0.05), torch.float64, 1e-8)
