@@ -345,7 +345,7 @@ def make_groups(
     pieces: list[list[Unit]] = []
     for group in groups.values():
         method, known = plan.method(group[0].method), facts[group[0].set_name]
-        size = together or _fitting(method, known.shape, device)
+        size = 1 if len(group) == 1 else together or _fitting(method, known.shape, device)
         pieces.extend(group[start : start + size] for start in range(0, len(group), size))
     return pieces
 

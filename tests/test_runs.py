@@ -1,0 +1,591 @@
+"""Evaluation runs: records against plain evaluation, folders that are taken up again, plans, studies, the command."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from testtime import cli, data, resnet26
+from testtime.corruptions import CORRUPTIONS
+from testtime.data import DataError
+from testtime.evaluate import Record, evaluate, stream_order
+from testtime.networks import load
+from testtime.runs import Method, Plan, RunError, Source, Unit, make_plan, open_run, read_study, run_plan, studies, tell
+from testtime.runs import plan as plans
+from testtime.runs.cluster import cut, start_ray
+from testtime.runs.run import BATCH, Facts, make_groups, read_ahead
+from testtime.runs.units import COLUMNS, join_columns, make_columns, read_unit, write_unit
+
+SMALL = {"copies": ["2"], "lr": ["0.05"], "steps": ["episodic=2"]}
+SETS = ["digits", "digits-c/contrast/5", "digits-gradual/shot_noise"]
+
+
+@pytest.fixture(scope="module")
+def networks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two small untrained networks for the digits, as `make_plan` takes them."""
+    folder = tmp_path_factory.mktemp("networks")
+    files = {}
+    for seed, name in enumerate(("checkpoint", "baseline")):
+        net = resnet26(depth=8, channels=1, size=8, seed=seed)
+        net.describe(classes=tuple("0123456789"), augment={"name": "crop-flip", "padding": 1, "flip": False})
+        net.save(folder / f"{name}.safetensors")
+        files[name] = str(folder / f"{name}.safetensors")
+    return files
+
+
+@pytest.fixture(scope="module")
+def plan(networks: dict[str, str]) -> Plan:
+    return make_plan(**networks, data=SETS, limit=37, seeds=[3], shuffle=True, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def finished(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, not to be changed."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    run_plan(plan, out, command="testtime eval …")
+    return out
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            (target / file.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
+            (target / file.relative_to(folder)).write_bytes(file.read_bytes())
+    return target
+
+
+def all_columns(folder: Path) -> dict[str, dict[str, list[Any]]]:
+    return {
+        unit.title: {name: column.tolist() for name, column in unit.columns().items()}
+        for unit in open_run(folder).units
+    }
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Records
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["plain", "fixed", "episodic", "online"])
+def test_a_unit_holds_the_records_of_evaluate(finished: Path, networks: dict[str, str], name: str, plan: Plan) -> None:
+    net = load(networks["baseline" if name == "plain" else "checkpoint"])
+    parallel = 8 if name == "episodic" else "auto"
+    units = [unit for unit in open_run(finished).units if unit.method == name]
+    assert [unit.set_name for unit in units] == SETS
+    for unit in units:
+        test_set = data.open(unit.set_name, size=8)
+        adapter = plan.method(name).make(net, 3, parallel)
+        ordered = unit.set_name.startswith("digits-gradual")
+        records = list(evaluate(adapter, test_set, batch=32, shuffle=not ordered, seed=3, limit=37))
+        expected = make_columns(records)
+        assert {n: c.tolist() for n, c in unit.columns().items()} == {n: c.tolist() for n, c in expected.items()}
+        assert unit.columns()["sample"].tolist() == (list(range(37)) if ordered else stream_order(500, 3)[:37].tolist())
+        # Nothing would be compared if nothing had been learned.
+        changed = unit.columns()["loss_before"] != unit.columns()["loss_after"]
+        assert changed.all() if name in ("episodic", "online") else not changed.any()
+
+
+def test_streams_side_by_side_are_streams_one_by_one(finished: Path, plan: Plan, tmp_path: Path) -> None:
+    online = Plan(**vars(plan) | {"methods": (plan.method("online"),)})
+    run = run_plan(online, tmp_path / "run", together=3)
+    alone = {unit.title: unit for unit in open_run(finished).units}
+    for unit in run.units:
+        assert unit.about["together"] == 3
+        here, there = unit.columns(), alone[unit.title].columns()
+        for name, kind in COLUMNS.items():
+            if kind == "float32":
+                np.testing.assert_allclose(here[name], there[name], atol=1e-4, rtol=0)
+            else:
+                np.testing.assert_array_equal(here[name], there[name])
+    assert len(run.units) == 3
+
+
+def test_more_streams_than_fit_go_in_turns(plan: Plan) -> None:
+    facts = {name: Facts(name, 37, (1, 8, 8)) for name in SETS} | {"odd": Facts("odd", 9, (1, 8, 8))}
+    bigger = Plan(**vars(plan) | {"sources": (*plan.sources, Source("odd")), "seeds": (0, 1)})
+    device = torch.device("cpu")
+    groups = make_groups(bigger, bigger.units(), facts, device, together=2)
+    assert sorted(unit.title for group in groups for unit in group) == sorted(u.title for u in bigger.units())
+    for group in groups:
+        assert len({(unit.method, unit.seed, facts[unit.set_name].count) for unit in group}) == 1
+        assert len(group) == 1 or (group[0].method == "online" and len(group) == 2)
+    assert max(map(len, groups)) == 2
+    assert {len(group) for group in make_groups(bigger, bigger.units(), facts, device)} == {1}
+
+
+def test_seeds_are_units_of_their_own(networks: dict[str, str], tmp_path: Path) -> None:
+    plan = make_plan(
+        **networks, data=["digits"], methods="online", limit=6, seeds=[0, 1], shuffle=True, copies=["2"], lr=["0.05"]
+    )
+    run = run_plan(plan, tmp_path / "run")
+    assert [unit.seed for unit in run.units] == [0, 1]
+    first, second = (unit.columns() for unit in run.units)
+    assert first["sample"].tolist() == stream_order(500, 0)[:6].tolist()
+    assert second["sample"].tolist() == stream_order(500, 1)[:6].tolist()
+
+
+def test_a_folder_of_pictures_has_the_networks_classes(networks: dict[str, str], tmp_path: Path) -> None:
+    net = resnet26(classes=3, depth=8, channels=3, size=8)
+    net.describe(classes=("ant", "bee", "cat"))
+    net.save(tmp_path / "net.safetensors")
+    for label in ("cat", "bee"):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (12, 12), (number * 90, 40, 200)).save(tmp_path / "photos" / label / f"{number}.png")
+    arguments: dict[str, Any] = {"checkpoint": tmp_path / "net.safetensors", "methods": "fixed"}
+    run = run_plan(make_plan(**arguments, data=[str(tmp_path / "photos")]), tmp_path / "run")
+    (unit,) = run.units
+    assert (unit.set_name, unit.columns()["label"].tolist()) == ("folder/photos", [1, 1, 2, 2])
+    assert run.about["files"]["folders"] == {"folder/photos": str(tmp_path / "photos")}
+    # Pictures without classes have no labels and no verdicts.
+    plain = run_plan(make_plan(**arguments, data=[str(tmp_path / "photos" / "bee")]), tmp_path / "unlabelled")
+    columns = plain.units[0].columns()
+    assert columns["label"].tolist() == [-1, -1]
+    assert columns["is_right"].tolist() == columns["was_right"].tolist() == [0, 0]
+    assert "no labels" in tell(plain)
+    with pytest.raises(ValueError, match="digits has 10 classes, the network 3"):
+        run_plan(make_plan(**arguments, data=["digits"]), tmp_path / "other")
+
+
+def test_reading_ahead_changes_nothing_and_passes_errors_on() -> None:
+    assert list(read_ahead(iter(range(5)))) == list(range(5))
+    assert list(read_ahead(iter([]))) == []
+
+    def broken() -> Iterable[int]:
+        yield 1
+        raise DataError("a.png", "damaged")
+
+    reader = read_ahead(iter(broken()))
+    assert next(reader) == 1
+    with pytest.raises(DataError, match=r"a\.png: damaged"):
+        next(reader)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The folder
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_run_says_what_it_is(finished: Path, networks: dict[str, str]) -> None:
+    run = open_run(finished)
+    assert list(run.configuration["methods"]) == ["plain", "fixed", "episodic", "online"]
+    assert run.configuration["methods"]["online"]["settings"]["lr"] == 0.05
+    assert run.configuration["methods"]["online"]["settings"]["threshold"] == 1.0  # defaults are written out
+    assert run.configuration["networks"]["joint"]["fingerprint"] == load(networks["checkpoint"]).fingerprint()
+    assert run.about["command"] == "testtime eval …"
+    assert run.about["seeds"] == [3]
+    assert run.about["versions"]["torch"] == torch.__version__
+    assert run.about["hardware"]["device"] == "cpu"
+    assert not run.damaged
+    for unit in run.units:
+        assert unit.seconds > 0
+        assert unit.about["counts"]["images"] == 37
+        assert unit.about["counts"]["is_right"] == unit.columns()["is_right"].sum()
+    assert [(u.corruption, u.level) for u in run.units[::4]] == [(None, None), ("contrast", 5), ("shot_noise", None)]
+
+
+def test_running_again_does_only_what_is_missing(finished: Path, plan: Plan, tmp_path: Path) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    before = files_of(folder)
+    lost = "units/online/digits-c/contrast/5/seed-3.safetensors"
+    (folder / lost).unlink()
+    told: list[tuple[int, int, str]] = []
+    run_plan(plan, folder, progress=lambda *said: told.append(said))
+    after = files_of(folder)
+    assert {name for name in after if after[name] != before[name]} <= {lost}
+    assert all_columns(folder) == all_columns(finished)
+    assert all("online digits-c/contrast/5" in text for _, _, text in told[1:])
+    assert 0 < told[0][0] < told[-1][0] == told[-1][1]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda held: held[: len(held) // 2],
+        lambda held: b"",
+        lambda held: held[:-1] + bytes([held[-1] ^ 1]),
+        lambda held: held.replace(b'\\"seed\\": 3', b'\\"seed\\": 4'),
+        lambda held: held.replace(b'\\"format\\": 1', b'\\"format\\": 9'),
+    ],
+    ids=["half", "empty", "a bit", "its description", "its format"],
+)
+def test_a_damaged_unit_is_said_and_done_again(
+    finished: Path, plan: Plan, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    file = folder / "units/fixed/digits/seed-3.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert file.read_bytes() != whole
+    with caplog.at_level(logging.WARNING):
+        run = open_run(folder)
+    assert len(run.units) == len(open_run(finished).units) - 1
+    assert len(run.damaged) == 1
+    assert str(file) in run.damaged[0]
+    assert str(file) in caplog.text
+    assert "counts as missing" in caplog.text
+    run_plan(plan, folder)
+    assert all_columns(folder) == all_columns(finished)
+
+
+def test_a_unit_in_anothers_place_counts_as_missing(finished: Path, tmp_path: Path) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    wrong = folder / "units/fixed/digits-c/contrast/5/seed-3.safetensors"
+    wrong.write_bytes((folder / "units/fixed/digits/seed-3.safetensors").read_bytes())
+    run = open_run(folder)
+    assert "belongs elsewhere" in run.damaged[0]
+    assert "fixed digits-c/contrast/5 seed 3" not in [unit.title for unit in run.units]
+
+
+def test_another_configuration_is_refused_with_the_difference(
+    finished: Path, plan: Plan, networks: dict[str, str], tmp_path: Path
+) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    before = files_of(folder)
+    other = make_plan(**networks, data=SETS, limit=36, seeds=[3], shuffle=True, **SMALL | {"lr": ["0.06"]})
+    with pytest.raises(ValueError, match=r"limit: 37 there, 36 now; .*online\.settings\.lr: 0\.05 there, 0\.06 now"):
+        run_plan(other, folder)
+    swapped = {"checkpoint": networks["baseline"], "baseline": networks["checkpoint"]}
+    with pytest.raises(ValueError, match=r"networks\.baseline\.fingerprint"):
+        run_plan(make_plan(**swapped, data=SETS, limit=37, seeds=[3], shuffle=True, **SMALL), folder)
+    many = Plan(**vars(plan) | {"sources": tuple(map(Source, data.expand("digits-c/*/1")))})
+    with pytest.raises(ValueError, match=r"and \d+ more\)"):
+        run_plan(many, folder)
+    assert files_of(folder) == before
+
+
+def test_a_folder_of_other_things_is_refused(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(RunError, match="holds other files and no run"):
+        run_plan(plan, tmp_path)
+    assert files_of(tmp_path) == {"thesis.txt": b"years of work"}
+
+
+def test_what_is_no_run_is_not_opened(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="holds no run"):
+        open_run(tmp_path)
+    for content, said in (("{", "not the description"), ("[]", "not the description"), ('{"format": 1}', "not the")):
+        (tmp_path / "run.json").write_text(content)
+        with pytest.raises(RunError, match=said):
+            open_run(tmp_path)
+    (tmp_path / "run.json").write_text('{"format": 7, "configuration": {}}')
+    with pytest.raises(RunError, match="format 7; this version of testtime reads format 1"):
+        open_run(tmp_path)
+
+
+def test_stopping_keeps_what_is_finished(finished: Path, plan: Plan, tmp_path: Path) -> None:
+    def stop(done: int, total: int, text: str) -> None:
+        if "unit 5/12" in text:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(plan, tmp_path / "run", progress=stop)
+    assert len(open_run(tmp_path / "run").units) == 4
+    run_plan(plan, tmp_path / "run")
+    assert all_columns(tmp_path / "run") == all_columns(finished)
+
+
+RECORDS = st.builds(
+    Record,
+    sample=st.integers(0, 2**31 - 1),
+    label=st.none() | st.integers(0, 999),
+    prediction=st.integers(0, 999),
+    prediction_before=st.integers(0, 999),
+    is_right=st.none() | st.booleans(),
+    was_right=st.none() | st.booleans(),
+    loss_before=st.floats(width=32),
+    loss_after=st.floats(width=32),
+    confidence=st.floats(0, 1, width=32),
+    adapted=st.booleans(),
+    rolled_back=st.booleans(),
+)
+
+
+@given(records=st.lists(RECORDS, max_size=5), cut_at=st.integers(0, 5))
+def test_columns_are_records_and_join(records: list[Record], cut_at: int) -> None:
+    columns = make_columns(records)
+    assert {name: str(column.dtype) for name, column in columns.items()} == COLUMNS
+    for place, record in enumerate(records):
+        row = {name: column[place] for name, column in columns.items()}
+        assert row["sample"] == record.sample
+        assert row["label"] == (-1 if record.label is None else record.label)
+        assert row["is_right"] == bool(record.is_right)
+        assert np.array_equal(row["loss_after"], np.float32(record.loss_after), equal_nan=True)
+    joined = join_columns([make_columns(records[:cut_at]), make_columns(records[cut_at:])])
+    for name in COLUMNS:
+        np.testing.assert_array_equal(joined[name], columns[name])
+
+
+@pytest.mark.parametrize("set_name", ["digits", "cifar10-c/fog/5", "folder/my photos", "folder/5% off", "folder/Käse"])
+def test_a_unit_written_is_the_unit_read(tmp_path: Path, set_name: str) -> None:
+    unit = Unit.of("online", set_name, 12)
+    columns = make_columns([Record(4, None, 1, 2, None, None, 0.5, float("nan"), 0.25, True, False)])
+    written = write_unit(tmp_path, unit, columns, 0.5, device="cpu")
+    assert written.path is not None
+    assert written.path.is_relative_to(tmp_path / "units" / "online")
+    found, read = read_unit(written.path)
+    assert (found, found.seconds, found.about["images_per_second"]) == (unit, 0.5, 2.0)
+    for name in COLUMNS:
+        np.testing.assert_array_equal(read[name], columns[name])
+
+
+@pytest.mark.parametrize(("method", "set_name"), [("..", "x"), ("a/b", "x"), ("online", "folder/.."), ("", "x")])
+def test_units_stay_in_their_folder(method: str, set_name: str) -> None:
+    with pytest.raises(ValueError, match="fit for a file's name"):
+        Unit.of(method, set_name, 0)
+
+
+def test_a_unit_that_is_not_finished_has_no_columns() -> None:
+    with pytest.raises(RunError, match="online digits seed 0 is not finished"):
+        Unit.of("online", "digits", 0).columns()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plans and studies
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def names(plan: Plan) -> list[str]:
+    return [source.name for source in plan.sources]
+
+
+def test_a_corrupted_set_comes_with_the_original() -> None:
+    plan = make_plan(checkpoint="x", data=["cifar10-c"], levels="1,3-4", corruptions="fog,frost")
+    assert names(plan) == ["cifar10", *(f"cifar10-c/{c}/{n}" for c in ("frost", "fog") for n in (1, 3, 4))]
+    assert "cifar10" not in names(make_plan(checkpoint="x", data=["cifar10-c"], original=False))
+    assert names(make_plan(checkpoint="x", data=["cifar10-c/fog/*"], levels="5")) == ["cifar10-c/fog/5"]
+    assert len(names(make_plan(checkpoint="x", data=["digits-c"], corruptions="all"))) == 1 + 75
+    assert names(make_plan(checkpoint="x", data=["cifar10.1", "vid-robust"]))[-1] == "vid-robust"
+
+
+def test_the_methods_follow_the_networks() -> None:
+    alone = make_plan(checkpoint="x", data=["digits"])
+    assert [method.name for method in alone.methods] == ["fixed", "episodic", "online"]
+    both = make_plan(checkpoint="x", baseline="y", data=["digits"])
+    assert [(method.name, method.network) for method in both.methods][:2] == [("plain", "baseline"), ("fixed", "joint")]
+    only = make_plan(checkpoint="x", baseline="y", data=["digits"], methods="online")
+    assert only.networks == {"joint": "x"}
+
+
+def test_overrides_are_for_all_that_learn_or_for_one() -> None:
+    plan = make_plan(
+        checkpoint="x", data=["digits"], lr=["online=0.2", "0.1"], steps=["episodic=3"], threshold=["0.5"], copies=["4"]
+    )
+    assert plan.method("fixed").settings == {}
+    assert plan.method("episodic").settings == {"lr": 0.1, "steps": 3, "threshold": 0.5, "copies": 4}
+    assert plan.method("online").settings == {"lr": 0.2, "threshold": 0.5, "copies": 4}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"data": None}, "Which test sets"),
+        ({"data": ["nonsense"]}, "fits no data set"),
+        ({"data": ["folder"]}, "Name the folder"),
+        ({"methods": "fixed,magic"}, "No method is called 'magic'"),
+        ({"methods": "plain"}, "give --baseline"),
+        ({"checkpoint": None}, "give --checkpoint"),
+        ({"levels": "0-3"}, "`levels` must be 1 to 5"),
+        ({"levels": "many"}, "`levels` must be such as 1-5"),
+        ({"levels": "5-1"}, "`levels` must be 1 to 5"),
+        ({"corruptions": "fog,rain"}, "No corruption is called 'rain'"),
+        ({"data": ["digits-c/fog/3"], "levels": "5"}, "No test set has"),
+        ({"limit": 0}, "`limit` must be at least 1"),
+        ({"seeds": [1, 1]}, "got 1 twice"),
+        ({"steps": ["fixed=3"]}, "no method that learns is called 'fixed'"),
+        ({"steps": ["two"]}, "--steps must be a number or METHOD=NUMBER, got 'two'"),
+        ({"steps": ["0.5"]}, "--steps must be a number"),
+        ({"lr": ["-1"]}, "episodic: `lr` must be positive"),
+        ({"lr": ["nan"]}, "--lr must be a number"),
+        ({"threshold": ["online=2"]}, "online: `threshold`"),
+        ({"study": "nonsense"}, "No file and no study is called 'nonsense'"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_plan(**{"checkpoint": "x", "data": ["digits-c"]} | arguments)
+
+
+def test_a_plan_survives_being_sent(networks: dict[str, str]) -> None:
+    for plan in (
+        make_plan(**networks, data=SETS, seeds=[1, 2], shuffle=True, limit=5, **SMALL),
+        make_plan("digits", checkpoint="x", data_root="/data"),
+    ):
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("name", studies())
+def test_every_study_is_a_plan_and_says_what_it_is(name: str) -> None:
+    plan = make_plan(name, checkpoint="x", baseline="y")
+    assert plan.title
+    net = resnet26(depth=8)
+    for method in plan.methods:
+        assert method.describe(net)["mode"] == method.mode
+    assert set(read_study(name)) <= set(plans._STUDY)
+
+
+def test_the_studies_are_the_papers() -> None:
+    made = {name: make_plan(name, checkpoint="x", baseline="y") for name in studies()}
+    ours = "bn cifar10-1 cifar10-c digits fast gradual imagenet-c threshold vid-cifar7 vid-robust"
+    assert studies() == tuple(ours.split())
+    assert names(made["cifar10-c"]) == ["cifar10", *(f"cifar10-c/{c}/{n}" for c in CORRUPTIONS for n in range(1, 6))]
+    assert names(made["imagenet-c"]) == ["imagenet", *(f"imagenet-c/{c}/5" for c in CORRUPTIONS)]
+    assert made["bn"].method("episodic").settings["threshold"] == 0.9
+    assert [method.name for method in made["bn"].methods] == ["plain", "fixed", "episodic"]
+    assert made["fast"].method("fast").settings == {"steps": 1, "lr": 0.01}
+    assert len(names(made["gradual"])) == 3
+    for name in ("cifar10-c", "gradual", "cifar10-1", "vid-cifar7"):
+        assert [method.name for method in made[name].methods] == ["plain", "fixed", "episodic", "online"]
+
+
+def test_arguments_go_before_the_study() -> None:
+    plan = make_plan("digits", checkpoint="x", seeds=[4], limit=3, shuffle=False, corruptions="fog", methods="online")
+    assert (plan.seeds, plan.limit, plan.shuffle, names(plan)) == ((4,), 3, False, ["digits", "digits-c/fog/5"])
+    assert [method.name for method in plan.methods] == ["online"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data = [", "not a study"),
+        ("nonsense = 1", "no entry 'nonsense'"),
+        ("shuffle = 3", "'shuffle' must not be 3"),
+        ('seeds = ["a"]', "`seeds` must be integers"),
+        ("[methods]\nonline = 3", "must be a table with a mode"),
+        ('[methods.a]\nmode = "magic"', "a: `mode` must be one of fixed, episodic, online"),
+        ('[methods.a]\nmode = "online"\nnetwork = "z"', "a: `network` must be one of"),
+        ('[methods.a]\nmode = "online"\nspeed = 3', "a: no setting is called 'speed'"),
+        ('[methods.a]\nmode = "fixed"\nlr = 1.0', "a learns nothing"),
+        ('[methods.a]\nmode = "online"\nupdate = "all"', "a: `update` must be one of"),
+        ('[methods.a]\nmode = "online"\nturns = "some"', 'a: `each` must be "random" or "all"'),
+    ],
+)
+def test_studies_that_are_not_well_formed_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "study.toml").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        make_plan(tmp_path / "study.toml", checkpoint="x", data=["digits"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Jobs for a cluster
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@given(count=st.integers(0, 3000), kind=st.sampled_from(["cpu", "cuda"]))
+def test_jobs_cover_every_sample_once_and_cut_no_batch(count: int, kind: str) -> None:
+    plan = Plan({"joint": "x"}, (Source("a"),), (Method("e", "episodic"), Method("f", "fixed"), Method("o", "online")))
+    covered: dict[tuple[str, str, int], list[int]] = {}
+    for job in cut(plan, plan.units(), {"a": Facts("a", count, (1, 8, 8))}, torch.device(kind), 0):
+        assert job.start % BATCH[kind] == 0
+        for key in job.units:
+            assert key[0] != "o" or (job.start, job.stop) == (0, count)
+            covered.setdefault(key, []).extend(range(job.start, job.stop))
+    assert covered == {(unit.method, unit.set_name, unit.seed): list(range(count)) for unit in plan.units()}
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'testtime\[ray\]'"):
+        start_ray("local")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    code = cli.run(["eval", *map(str, arguments), "--device", "cpu"])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command_runs_resumes_and_refuses(
+    capsys: pytest.CaptureFixture[str], networks: dict[str, str], tmp_path: Path
+) -> None:
+    arguments = ["-c", networks["checkpoint"], "--data", "digits-c", "--levels", "5", "--corruptions", "fog"]
+    arguments += ["--limit", "5", "--copies", "2", "--steps", "episodic=1", "--shuffle", "--out", str(tmp_path / "run")]
+    code, out, err = run(capsys, *arguments)
+    assert (code, out.splitlines()[-1]) == (0, f"{tmp_path / 'run'}: 6 units")
+    assert "mean error" in out
+    assert "online digits-c/fog/5 seed 0: 5/5 images" in err
+    before = files_of(tmp_path / "run")
+    assert json.loads(before["run.json"])["command"].startswith("testtime ")
+    assert run(capsys, *arguments)[:2] == (0, out)
+    assert files_of(tmp_path / "run") == before
+    code, out, err = run(capsys, *arguments, "--lr", "0.5")
+    assert (code, out) == (1, "")
+    assert "settings.lr: 0.001 there, 0.5 now" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--data", "digits"], 2, "--checkpoint"),
+        (["-c", "none.safetensors", "--data", "digits"], 1, "none.safetensors"),
+        (["-c", "none.safetensors", "--data", "nonsense"], 2, "fits no data set"),
+        (["-c", "none.safetensors", "--matrix", "nonsense"], 2, "no study is called 'nonsense'"),
+        (["-c", "none.safetensors", "--data", "digits", "--limit", "0"], 2, "--limit"),
+    ],
+)
+def test_bad_arguments_get_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], code: int, said: str
+) -> None:
+    found, out, err = run(capsys, *arguments, "--out", tmp_path / "run")
+    assert (found, out) == (code, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_data_is_not_a_bad_argument(
+    capsys: pytest.CaptureFixture[str], networks: dict[str, str], tmp_path: Path
+) -> None:
+    code, _, err = run(
+        capsys, "-c", networks["checkpoint"], "--data", "cifar10", "--data-root", tmp_path, "--out", tmp_path / "run"
+    )
+    assert code == 1
+    assert "holds no CIFAR-10" in err
+
+
+def test_the_command_runs_a_study_from_a_file(
+    capsys: pytest.CaptureFixture[str], networks: dict[str, str], tmp_path: Path
+) -> None:
+    study = tmp_path / "mine.toml"
+    study.write_text(
+        'title = "Mine"\ndata = "digits-gradual/shot_noise"\nlimit = 4\nshuffle = true\n'
+        '[methods.fast]\nmode = "episodic"\nsteps = 1\nlr = 0.01\ncopies = 2\n'
+    )
+    code, out, _ = run(capsys, "-c", networks["checkpoint"], "--matrix", study, "--out", tmp_path / "run")
+    assert (code, out.splitlines()[-1]) == (0, f"{tmp_path / 'run'}: 1 units")
+    made = open_run(tmp_path / "run")
+    assert made.about["title"] == "Mine"
+    assert made.units[0].title == "fast digits-gradual/shot_noise seed 0"
+    assert made.units[0].columns()["sample"].tolist() == [0, 1, 2, 3]  # its order is the test
+
+
+def test_a_run_is_read_without_its_networks_or_data(finished: Path) -> None:
+    code = (
+        "import sys; from testtime.runs import open_run; run = open_run(sys.argv[1]);"
+        "print(len(run.units), int(run.units[0].columns()['is_right'].sum()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(finished)], capture_output=True, text=True, check=False)
+    first = open_run(finished).units[0]
+    assert done.stdout == f"12 {first.columns()['is_right'].sum()}\n", done.stderr
