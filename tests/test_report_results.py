@@ -153,8 +153,15 @@ def test_what_cannot_be_reported_is_said_in_one_line(tmp_path: Path) -> None:
     batch = {"methods": METHODS, "network": {"norm": "batch"}}
     with pytest.raises(ResultsError, match="report them apart"):
         collect([one, make_run(tmp_path / "batch", {("fixed", "digits", 0): make_columns([True] * 4)}, batch)])
+    sets = [{"methods": METHODS, "sets": {"digits": mark}, "norm": "group"} for mark in "ab"]
+    marked = [
+        make_run(tmp_path / f"marked{place}", {("fixed", "digits", 0): make_columns([True] * 4)}, plan)
+        for place, plan in enumerate(sets)
+    ]
+    with pytest.raises(ResultsError, match="different data: digits is not the same"):
+        collect(marked)
     fast = {"methods": {"fixed": {"steps": 1, "lr": 0.1}}, "network": {"norm": "group"}}
-    with pytest.raises(ResultsError, match=r"different things by fixed \(lr: 0.001"):
+    with pytest.raises(ResultsError, match=r"different things by fixed \(fixed.lr: 0.001"):
         collect([one, make_run(tmp_path / "fast", {("fixed", "digits", 0): make_columns([True] * 4)}, fast)])
 
 

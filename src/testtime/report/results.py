@@ -24,7 +24,6 @@ from testtime.storage import find_differences
 BASELINE = "fixed"
 SIGNIFICANT = 0.05
 ORIGINAL, MEAN = "original", "mean"
-_NOT_SETTINGS = ("network", "checkpoint", "seed", "path", "sha256", "fingerprint")
 
 
 class ResultsError(ValueError):
@@ -102,6 +101,14 @@ class Table:
     def shifted(self) -> tuple[str, ...]:
         """The columns that the mean is over."""
         return tuple(name for name in self.columns if name not in (ORIGINAL, MEAN))
+
+    def set_name(self, column: str) -> str:
+        """The name of the set that a column shows."""
+        if column == ORIGINAL:
+            return self.family.removesuffix("-c")
+        if self.level is not None:
+            return f"{self.family}/{column}/{self.level}"
+        return f"{self.family}/{column}" if self.family else column
 
     def best(self, column: str) -> float:
         """The lowest error in a column, as it is printed."""
@@ -285,21 +292,26 @@ def _check_same_kind(first: Run, other: Run) -> None:
             f"{first.path} and {other.path} have networks of different normalization ({norms[0] or 'unknown'}; "
             f"{norms[1] or 'unknown'}): report them apart."
         )
+    for name in sorted(fingerprints(first).keys() & fingerprints(other).keys()):
+        if fingerprints(first)[name] != fingerprints(other)[name]:
+            raise ResultsError(
+                f"The runs are of different data: {name} is not the same in {first.path} and {other.path}."
+            )
     ours, theirs = (run.configuration.get("methods") for run in (first, other))
     if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
         return
     for method in sorted(ours.keys() & theirs.keys()):
-        different = find_differences(_plain(ours[method]), _plain(theirs[method]))
+        different = find_differences({method: ours[method]}, {method: theirs[method]})
         if different:
             raise ResultsError(
                 f"{first.path} and {other.path} mean different things by {method} ({different[0]}): report them apart."
             )
 
 
-def _plain(settings: Any) -> Any:
-    if not isinstance(settings, Mapping):
-        return {"": settings}
-    return {key: value for key, value in settings.items() if key not in _NOT_SETTINGS}
+def fingerprints(run: Run) -> dict[str, str]:
+    """The fingerprints of a run's sets by name, of those that it knows."""
+    sets = run.configuration.get("sets")
+    return {name: str(mark) for name, mark in sets.items()} if isinstance(sets, Mapping) else {}
 
 
 def _count(number: int, what: str) -> str:

@@ -1,0 +1,136 @@
+"""Figures on matplotlib without its global state: as SVG for a page, as SVG or PNG for a file.
+
+A drawing is a function that fills a figure with the tones it is given. For a page (`inline`) letters and lines take the
+page's own ink and font, so that they follow its light and dark style; for a file they are drawn on white with letters
+as outlines, the same everywhere. The colours are told apart by people who do not see red and green alike; each method
+keeps its own in every figure.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = {
+    "plain": "#4a5260",
+    "fixed": "#8b929c",
+    "episodic": "#e08e0b",
+    "online": "#1a7fc4",
+    "uda": "#c76fa0",
+    "alp": "#159a74",
+}
+_OTHERS = ("#7a5bb5", "#8f7a1c", "#b8434e", "#3f8f9b", "#6a6f2f")
+
+
+class Tones(NamedTuple):
+    """Colours of a figure that follow its background.
+
+    Attributes:
+        ink: Letters and marks.
+        rule: Axes and grids.
+        paper: What lies behind.
+    """
+
+    ink: str
+    rule: str
+    paper: str
+
+
+_ON_WHITE = Tones("#1c2733", "#d5dae0", "#ffffff")
+_STAND_INS = Tones("#010203", "#040506", "#070809")  # for the page's own colours, until the SVG is text
+
+
+def colour_of(method: str, methods: tuple[str, ...] = ()) -> str:
+    """A method's colour; methods of other names get theirs by their place among `methods`."""
+    if method in COLOURS:
+        return COLOURS[method]
+    others = [name for name in methods if name not in COLOURS]
+    return _OTHERS[others.index(method) % len(_OTHERS) if method in others else 0]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure that is yet to be drawn.
+
+    Attributes:
+        name: Its file's name, and what keeps the names inside it apart from those of other figures on a page.
+        title: What it shows, for those who cannot see it.
+        size: Width and height in inches.
+        draw: Fills a figure.
+    """
+
+    name: str
+    title: str
+    size: tuple[float, float]
+    draw: Callable[[Figure, Tones], None]
+
+    def svg(self, inline: bool = True) -> str:
+        """The figure as SVG text."""
+        out = io.StringIO()
+        self._save(out, _STAND_INS if inline else _ON_WHITE, inline, format="svg")
+        svg = out.getvalue()
+        return self._fit_page(svg[svg.index("<svg") :]) if inline else svg
+
+    def png(self, dpi: int = 200) -> bytes:
+        """The figure as a PNG file."""
+        out = io.BytesIO()
+        self._save(out, _ON_WHITE, False, format="png", dpi=dpi)
+        return out.getvalue()
+
+    def _save(self, out: Any, tones: Tones, inline: bool, **options: Any) -> None:
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        style: Any = {
+            "svg.fonttype": "none" if inline else "path",
+            "svg.hashsalt": f"testtime {self.name}",  # else the same figure has other names in it each time
+            "font.size": 11,
+            "text.color": tones.ink,
+            "axes.labelcolor": tones.ink,
+            "axes.edgecolor": tones.rule,
+            "axes.facecolor": "none",
+            "figure.facecolor": tones.paper,
+            "xtick.color": tones.ink,
+            "ytick.color": tones.ink,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.axisbelow": True,
+            "grid.color": tones.rule,
+            "grid.linewidth": 0.7,
+            "legend.frameon": False,
+            "axes.unicode_minus": False,
+        }
+        metadata = {"Date": None, "Creator": None} if options["format"] == "svg" else {"Software": None}
+        with matplotlib.rc_context(style):
+            figure = Figure(figsize=self.size, layout="constrained")
+            self.draw(figure, tones)
+            for axes in figure.axes:
+                axes.tick_params(color=tones.rule, labelsize=10)
+            figure.savefig(out, transparent=inline, metadata=metadata, **options)
+
+    def _fit_page(self, svg: str) -> str:
+        svg = svg.replace(_STAND_INS.ink, "currentColor").replace(_STAND_INS.rule, "var(--rule)")
+        svg = svg.replace(_STAND_INS.paper, "var(--paper)").replace(COLOURS["plain"], "var(--plain)")
+        svg = re.sub(r'(id="|href="#|url\(#)', rf"\1{self.name}-", svg)
+        svg = re.sub(r"font: ((?:bold |\d+ )*)([\d.]+px) [^;\"]*", _own_font, svg)
+        return re.sub(
+            r'<svg ([^>]*?)height="[^"]*" ([^>]*?)width="[^"]*"',
+            lambda found: f'<svg role="img" aria-label="{_attribute(self.title)}" {found[1]}{found[2]}',
+            svg,
+            count=1,
+        )
+
+
+def _own_font(found: re.Match[str]) -> str:
+    weight = f"font-weight: {found[1].strip()}; " if found[1] else ""
+    return f"{weight}font-size: {found[2]}"
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")

@@ -1,0 +1,94 @@
+"""A report of runs as files: tables in several formats, figures, and one page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from testtime.report.paper import Measure
+from testtime.report.results import Results, collect
+from testtime.report.run_tables import as_csv, latex, markdown
+from testtime.runs import open_run
+from testtime.storage import write_whole
+
+Format = Literal["md", "latex", "csv", "html"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+Progress = Callable[[int, int, str], None]
+
+
+def read_formats(text: str) -> tuple[Format, ...]:
+    """The formats named in a text, separated by commas.
+
+    Raises:
+        ValueError: One of them does not exist.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in FORMATS:
+            raise ValueError(f"`format` must be some of {', '.join(FORMATS)}, got {name!r}.")
+    if not names:
+        raise ValueError(f"`format` must be some of {', '.join(FORMATS)}, got none.")
+    return cast("tuple[Format, ...]", tuple(dict.fromkeys(names)))
+
+
+def publish(
+    runs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    formats: Sequence[Format] = FORMATS,
+    measure: Measure = "error",
+    paper: bool = False,
+    seed: int = 0,
+    root: str | Path | None = None,
+    command: str = "",
+    progress: Progress | None = None,
+) -> Results:
+    """Read runs and write their report, each file whole or not at all.
+
+    Args:
+        runs: Folders of runs; several of one method and set are repetitions.
+        out: The folder to write to: `tables.md`, `tables.tex`, `tables.csv`, `index.html` and `figures/`.
+        formats: Which of them; `html` brings the figures.
+        measure: Errors or accuracies.
+        paper: Whether to show the paper's own numbers beside ours.
+        seed: Seed of the bootstrap.
+        root: Where data sets are looked for, for sample pictures.
+        command: What was asked for, for the record.
+        progress: Told how many of how many things are done, and what.
+
+    Returns:
+        What was reported.
+
+    Raises:
+        RunError: A folder is no run.
+        ResultsError: There is nothing to report, or the runs do not belong together.
+        ModuleNotFoundError: The page needs an extra that is not installed; said before anything is read.
+    """
+    folder = Path(out)
+    if "html" in formats:
+        from testtime.report import require
+
+        require()
+    results = collect([open_run(path) for path in runs], seed)
+    if "md" in formats:
+        write_whole(folder / "tables.md", markdown(results, measure, paper))
+    if "latex" in formats:
+        write_whole(folder / "tables.tex", latex(results, measure, paper))
+    if "csv" in formats:
+        write_whole(folder / "tables.csv", as_csv(results, measure))
+    if "html" in formats:
+        from testtime.report.run_figures import draw_all
+        from testtime.report.run_page import render_run_page
+
+        drawings = list(draw_all(results, measure, paper))
+        for place, (_, _, drawing) in enumerate(drawings):
+            write_whole(folder / "figures" / f"{drawing.name}.svg", drawing.svg(inline=False))
+            write_whole(folder / "figures" / f"{drawing.name}.png", drawing.png())
+            if progress is not None:
+                progress(place + 1, len(drawings) + 1, drawing.title)
+        page = render_run_page(results, drawings, measure=measure, paper=paper, root=root, seed=seed, command=command)
+        write_whole(folder / "index.html", page)
+        if progress is not None:
+            progress(len(drawings) + 1, len(drawings) + 1, "index.html")
+    return results

@@ -1,0 +1,367 @@
+"""The figures of runs: the paper's bars, curves and scatter, and what it has no figure for.
+
+Each function takes results (or plain arrays) and gives a `Drawing`, which makes SVG or PNG of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from testtime.report.canvas import Drawing, Tones, colour_of
+from testtime.report.paper import Measure
+from testtime.report.results import BASELINE, MEAN, Results, Table, column_short, column_title, method_title
+from testtime.report.statistics import fit_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH = 7.2
+_POINTS = 240
+_PAPER = "the paper's"
+_BECAME_RIGHT, _BECAME_WRONG = "#0f8b8d", "#c8553d"  # no method's colours
+_DASHES: Mapping[str, tuple[float, ...]] = {"plain": (1, 1.2), "episodic": (4, 1.5), "uda": (6, 1.5, 1, 1.5)}
+
+
+class Curve(NamedTuple):
+    """A value along a stream.
+
+    Attributes:
+        seen: Images seen, `(P,)`.
+        percent: The value there, `(P,)`.
+    """
+
+    seen: np.ndarray
+    percent: np.ndarray
+
+
+def sliding_mean(values: np.ndarray, window: int, points: int = _POINTS) -> Curve:
+    """Percent over the last `window` values (fewer at the beginning), from a quarter window on.
+
+    Args:
+        values: `(N,)`, in [0, 1].
+        window: How many values count.
+        points: At most about so many points are kept of the curve.
+    """
+    count = len(values)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    first = max(1, min(window // 4, count))
+    seen = np.arange(first, count + 1)
+    if len(seen) > points:
+        seen = np.unique(np.linspace(first, count, points).round().astype(int))
+    begin = np.maximum(seen - window, 0)
+    return Curve(seen, 100 * (sums[seen] - sums[begin]) / (seen - begin))
+
+
+def choose_window(count: int) -> int:
+    """The paper's 100 images, fewer on short streams."""
+    return min(100, max(1, count // 5))
+
+
+def draw_bars(table: Table, measure: Measure = "error", paper: bool = False) -> Drawing:
+    """Every method on every set as grouped bars with their 95% intervals, and the paper's values as diamonds."""
+    methods = tuple(table.rows)
+    width = 0.82 / len(methods)
+
+    def draw(figure: Figure, tones: Tones) -> None:
+        axes = figure.add_subplot()
+        shown = False
+        for place, method in enumerate(methods):
+            row = table.rows[method]
+            places = [at for at, column in enumerate(table.columns) if column in row]
+            cells = [row[table.columns[at]] for at in places]
+            x = np.array(places) + (place - (len(methods) - 1) / 2) * width
+            values = np.array([cell.value(measure) for cell in cells])
+            ends = np.array([cell.ends(measure) for cell in cells]).reshape(-1, 2)
+            axes.bar(x, values, width * 0.92, color=colour_of(method, methods), label=method_title(method))
+            axes.vlines(x, ends[:, 0], ends[:, 1], color=tones.ink, linewidth=0.8)
+            if paper:
+                known = [table.paper_value(method, table.columns[at], measure) for at in places]
+                pairs = [(at, value) for at, value in zip(x, known, strict=True) if value is not None]
+                if pairs:
+                    label = None if shown else _PAPER
+                    shown = True
+                    axes.plot(
+                        *zip(*pairs, strict=True),
+                        linestyle="none",
+                        marker="D",
+                        markersize=3.2,
+                        markerfacecolor=tones.paper,
+                        markeredgecolor=tones.ink,
+                        markeredgewidth=0.8,
+                        label=label,
+                    )
+        names = [column_short(column) for column in table.columns]
+        long = max(map(len, names)) > 8
+        axes.set_xticks(range(len(names)), names, rotation=30 if long else 60, ha="right", rotation_mode="anchor")
+        for label, column in zip(axes.get_xticklabels(), table.columns, strict=True):
+            if column == MEAN:
+                label.set_fontweight("bold")
+        if MEAN in table.columns:
+            axes.axvline(len(names) - 1.5, color=tones.rule, linewidth=1)
+        axes.tick_params(axis="x", length=0)
+        axes.set_xlim(-0.6, len(names) - 0.4)
+        axes.set_ylim(0)
+        axes.set_ylabel(f"{measure} in %")
+        axes.grid(axis="y")
+        _legend(figure, axes)
+
+    return Drawing(f"bars-{_slug(table)}", f"{table.title}: {measure} of each method", (_WIDTH, 3.6), draw)
+
+
+def draw_streams(results: Results, table: Table, measure: Measure = "accuracy") -> Drawing | None:
+    """Sliding-window accuracy along the stream, `fixed` against `online`, a panel for each set (paper, figure 2)."""
+    columns = [column for column in table.columns if column != MEAN]
+    curves = {column: found for column in columns if len(found := _stream_curves(results, table, column, measure)) == 2}
+    if not curves:
+        return None
+    window = choose_window(_stream_length(results, table, next(iter(curves))))
+    across = min(4, len(curves))
+    down = -(-len(curves) // across)
+
+    def draw(figure: Figure, tones: Tones) -> None:
+        grid = figure.subplots(down, across, sharex=True, squeeze=False)
+        for axes, (column, found) in zip(grid.flat, curves.items(), strict=False):
+            for method, curve in found.items():
+                axes.plot(*curve, color=colour_of(method), linewidth=1.7, label=method_title(method))
+            axes.set_title(column_short(column), fontsize=11, loc="left", pad=3)
+            axes.grid(axis="y")
+            axes.locator_params(nbins=3)
+        _hide_rest(grid, len(curves), across)
+        figure.supxlabel("images seen", fontsize=11)
+        figure.supylabel(f"{measure} of the last {window} in %", fontsize=11)
+        _legend(figure, grid[0, 0])
+
+    title = f"{table.title}: {measure} along the stream"
+    return Drawing(f"stream-{_slug(table)}", title, (_WIDTH, 1.25 * down + 1.0), draw)
+
+
+def _stream_curves(results: Results, table: Table, column: str, measure: Measure) -> dict[str, Curve]:
+    streams = stream_verdicts(results, table.set_name(column))
+    window = choose_window(_stream_length(results, table, column))
+    return {
+        method: sliding_mean(right if measure == "accuracy" else 1 - right, window) for method, right in streams.items()
+    }
+
+
+def stream_verdicts(results: Results, name: str) -> dict[str, np.ndarray]:
+    """Whether `fixed` and `online` are right, `(N,)` in the order of the online stream, averaged over repetitions.
+
+    A fixed network does not care about order, so it may have seen the images in another one.
+    """
+    online = results.sources.get(("online", name), ())
+    fixed = results.sources.get((BASELINE, name), ())
+    if not online or not fixed:
+        return {}
+    by_sample: dict[int, float] = {}
+    for source in fixed:
+        columns = source.unit.columns()
+        for sample, right in zip(columns["sample"].tolist(), columns["is_right"].tolist(), strict=True):
+            by_sample[sample] = by_sample.get(sample, 0.0) + right / len(fixed)
+    after, before = [], []
+    for source in online:
+        columns = source.unit.columns()
+        after.append(columns["is_right"].astype(float))
+        before.append(np.array([by_sample[sample] for sample in columns["sample"].tolist()]))
+    return {BASELINE: np.mean(before, 0), "online": np.mean(after, 0)}
+
+
+def draw_gradual(results: Results, table: Table, measure: Measure = "error") -> Drawing:
+    """The error of every method along a shift that grows, a panel for each noise (paper, figure 3)."""
+    columns = [column for column in table.columns if column != MEAN]
+    methods = tuple(table.rows)
+    window = max(1, _stream_length(results, table, columns[0]) // 10)
+
+    def draw(figure: Figure, tones: Tones) -> None:
+        grid = figure.subplots(1, len(columns), sharey=True, squeeze=False)
+        for axes, column in zip(grid.flat, columns, strict=True):
+            for method in methods:
+                found = results.sources.get((method, table.set_name(column)), ())
+                if not found:
+                    continue
+                verdicts = []
+                for source in found:
+                    stream = source.unit.columns()
+                    order = np.argsort(stream["sample"], kind="stable")
+                    verdicts.append(stream["is_right"][order].astype(float))
+                right = np.mean(verdicts, 0)
+                curve = sliding_mean(right if measure == "accuracy" else 1 - right, window)
+                dashes = _DASHES.get(method, ())
+                (line,) = axes.plot(*curve, color=colour_of(method, methods), linewidth=1.9, label=method_title(method))
+                if dashes:
+                    line.set_dashes(dashes)
+            axes.set_title(column_title(column), fontsize=11, loc="left", pad=3)
+            axes.grid(axis="y")
+            axes.locator_params(axis="x", nbins=3)
+        grid[0, 0].set_ylim(0)
+        grid[0, 0].set_ylabel(f"{measure} of the last {window} in %")
+        figure.supxlabel("images seen, noise growing from level 1 to level 5", fontsize=11)
+        _legend(figure, grid[0, 0])
+
+    return Drawing(f"gradual-{_slug(table)}", f"{table.title}: {measure} along it", (_WIDTH, 2.9), draw)
+
+
+def draw_flips(table: Table) -> Drawing | None:
+    """How many images became right and how many wrong against `fixed`, for each set and method that adapts."""
+    columns = [column for column in table.columns if column != MEAN]
+    methods = [
+        method
+        for method, row in table.rows.items()
+        if method not in (BASELINE, "plain") and any(row[column].to_right is not None for column in row)
+    ][:3]
+    if not methods:
+        return None
+
+    def draw(figure: Figure, tones: Tones) -> None:
+        grid = figure.subplots(1, len(methods), sharey=True, sharex=True, squeeze=False)
+        for axes, method in zip(grid.flat, methods, strict=True):
+            row = table.rows[method]
+            for at, column in enumerate(columns):
+                cell = row.get(column)
+                if cell is None or cell.to_right is None or cell.to_wrong is None:
+                    continue
+                axes.barh(at, cell.to_right, 0.72, color=_BECAME_RIGHT, label="wrong → right" if at == 0 else "")
+                axes.barh(at, -cell.to_wrong, 0.72, color=_BECAME_WRONG, label="right → wrong" if at == 0 else "")
+            axes.axvline(0, color=tones.ink, linewidth=0.8)
+            axes.set_title(method_title(method), fontsize=11, loc="left", pad=3)
+            axes.grid(axis="x")
+            axes.locator_params(axis="x", nbins=5)
+            axes.xaxis.set_major_formatter(lambda value, _: f"{abs(value):,.0f}")
+            axes.tick_params(axis="y", length=0)
+        grid[0, 0].set_yticks(range(len(columns)), [column_title(column) for column in columns])
+        grid[0, 0].set_ylim(len(columns) - 0.4, -0.6)
+        figure.supxlabel(f"images whose verdict differs from {BASELINE}'s", fontsize=11)
+        _legend(figure, grid[0, 0])
+
+    title = f"{table.title}: images that became right and wrong"
+    width = min(_WIDTH, 2.4 + 2.2 * len(methods))
+    return Drawing(f"flips-{_slug(table)}", title, (width, 0.24 * len(columns) + 1.3), draw)
+
+
+def draw_cost(results: Results, table: Table, measure: Measure = "error") -> Drawing:
+    """Error against time for an image, a point for each method."""
+    column = MEAN if MEAN in table.columns else table.columns[-1]
+    methods = tuple(method for method, row in table.rows.items() if column in row and results.seconds[method] > 0)
+
+    def draw(figure: Figure, tones: Tones) -> None:
+        axes = figure.add_subplot()
+        for method in methods:
+            cell, cost = table.rows[method][column], 1000 * results.seconds[method]
+            low, high = cell.ends(measure)
+            axes.vlines(cost, low, high, color=colour_of(method, methods), linewidth=1.6)
+            axes.plot(cost, cell.value(measure), marker="o", markersize=9, color=colour_of(method, methods))
+            axes.annotate(
+                method_title(method),
+                (cost, cell.value(measure)),
+                xytext=(8, 5),
+                textcoords="offset points",
+                fontsize=10,
+                color=tones.ink,
+            )
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_formatter(lambda value, _: "")
+        axes.margins(x=0.35, y=0.2)
+        axes.set_xlabel("milliseconds for an image")
+        name = "mean of the shifts" if column == MEAN else column_title(column)
+        axes.set_ylabel(f"{measure} in %, {name}")
+        axes.grid(which="major")
+
+    return Drawing(f"cost-{_slug(table)}", f"{table.title}: {measure} against time", (5.4, 3.4), draw)
+
+
+def draw_correlation(
+    correlations: np.ndarray,
+    improvements: np.ndarray,
+    *,
+    name: str = "correlation",
+    title: str = "gradient correlation against improvement",
+    x_label: str = "inner product of the two tasks' gradients",
+    y_label: str = "improvement in error, points",
+    colour: str = "online",
+) -> Drawing:
+    """Gradient correlation against improvement, a point for each test set, with a line and its 99% band (figure 4).
+
+    Args:
+        correlations: Mean inner product of the main and the self-supervised gradient on each set, `(N,)`.
+        improvements: By how much the error fell there, `(N,)`.
+        name: The drawing's name.
+        title: What it shows.
+        x_label: Of the first axis.
+        y_label: Of the second axis.
+        colour: The method whose colour it takes.
+
+    Raises:
+        ValueError: There are too few points for a line.
+    """
+    x, y = np.asarray(correlations, float), np.asarray(improvements, float)
+    line = fit_line(x, y, 0.99)
+
+    def draw(figure: Figure, tones: Tones) -> None:
+        axes = figure.add_subplot()
+        axes.fill_between(line.at, line.low, line.high, color=colour_of(colour), alpha=0.18, linewidth=0)
+        axes.plot(line.at, line.slope * line.at + line.offset, color=colour_of(colour), linewidth=1.9)
+        axes.plot(x, y, linestyle="none", marker="o", markersize=4.5, color=colour_of(colour), alpha=0.8)
+        axes.annotate(
+            f"r = {line.correlation:.2f}, n = {len(x)}",
+            (0.03, 0.97),
+            xycoords="axes fraction",
+            va="top",
+            color=tones.ink,
+        )
+        axes.axhline(0, color=tones.rule, linewidth=1)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.grid()
+
+    return Drawing(name, title, (4.6, 3.6), draw)
+
+
+def draw_all(results: Results, measure: Measure = "error", paper: bool = False) -> Iterator[tuple[str, Table, Drawing]]:
+    """Every figure that the results allow, with its kind and the table it belongs to."""
+    families: set[str] = set()
+    for table in results.tables:
+        if table.family.endswith("-gradual"):
+            yield "gradual", table, draw_gradual(results, table, measure)
+        yield "bars", table, draw_bars(table, measure, paper)
+        if table.level is None or table.family in families:
+            continue
+        families.add(table.family)  # the hardest level shows how it goes; the others would repeat it
+        for kind, drawing in (("streams", draw_streams(results, table)), ("flips", draw_flips(table))):
+            if drawing is not None:
+                yield kind, table, drawing
+    yield "cost", results.tables[0], draw_cost(results, results.tables[0], measure)
+
+
+def _stream_length(results: Results, table: Table, column: str) -> int:
+    return next(row[column].images for row in table.rows.values() if column in row)
+
+
+def _slug(table: Table) -> str:
+    name = table.family or "sets"
+    return f"{name}-{table.level}".replace(".", "-") if table.level is not None else name.replace(".", "-")
+
+
+def _hide_rest(grid: np.ndarray, count: int, across: int) -> None:
+    for place in range(count, grid.size):
+        grid.flat[place].set_visible(False)
+        if place >= across:
+            grid.flat[place - across].tick_params(labelbottom=True)
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda place: labels[place] == _PAPER)  # points come before bars otherwise
+    figure.legend(
+        [handles[place] for place in order],
+        [labels[place] for place in order],
+        ncols=min(5, len(labels)),
+        loc="outside upper left",
+        fontsize=10,
+        handlelength=1.5,
+        columnspacing=1.2,
+        handletextpad=0.5,
+    )

@@ -1,0 +1,289 @@
+"""The page of runs: one HTML file with everything inside, so that it opens from a disk and can be sent to someone.
+
+Every number on it comes from the results; the template `run.html` holds the words around them, and `style.css` is the
+style that all pages share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from testtime.report.canvas import Drawing, colour_of
+from testtime.report.paper import PAPER_NAMES, Measure
+from testtime.report.results import (
+    BASELINE,
+    MEAN,
+    SIGNIFICANT,
+    Cell,
+    Results,
+    Table,
+    column_title,
+    method_title,
+)
+from testtime.report.run_tables import difference, explain
+from testtime.report.samples import Root, pick_samples
+from testtime.report.statistics import ROUNDS
+from testtime.runs import Run
+
+_ABOUT = {
+    "plain": "trained on classes only",
+    "fixed": "the network as trained",
+    "episodic": "learns from one image, then forgets",
+    "online": "learns from each image and keeps it",
+}
+_CAPTIONS = {
+    "bars": "Thin lines are 95% intervals over images.",
+    "streams": "In a sliding window along the stream; both lines saw the same images in the same order.",
+    "gradual": "In a sliding window along the stream, while the noise grows.",
+    "flips": "Against fixed, on the same images.",
+    "cost": "Time as measured in the runs, on the hardware below; thin lines are 95% intervals.",
+}
+
+
+def render_run_page(
+    results: Results,
+    drawings: Sequence[tuple[str, Table, Drawing]],
+    *,
+    measure: Measure = "error",
+    paper: bool = False,
+    root: Root = None,
+    seed: int = 0,
+    command: str = "",
+) -> str:
+    """The page as text.
+
+    Args:
+        results: What the runs found.
+        drawings: Its figures, from `draw_all`.
+        measure: Whether to show errors or accuracies.
+        paper: Whether to show the paper's numbers beside ours.
+        root: Where data sets are looked for, for sample pictures.
+        seed: The seed of the intervals, for the record.
+        command: What made the page, for the record.
+    """
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    samples, samples_note = pick_samples(results, results.tables[0], root)
+    notes = [*results.notes, *_paper_notes(results, paper)]
+    parts = [
+        {
+            "table": table,
+            **_lay_out(table, measure, paper),
+            "figures": [
+                {
+                    "svg": Markup(drawing.svg()),
+                    "caption": _caption(kind, table, measure, paper),
+                    "whole": kind in ("bars", "streams", "gradual"),
+                }
+                for kind, owner, drawing in drawings
+                if owner is table
+            ],
+        }
+        for table in results.tables
+    ]
+    return environment.get_template("run.html").render(
+        words=tell(results, measure),
+        cards=_cards(results, measure, paper),
+        explained=explain(results, measure),
+        measure=measure,
+        parts=parts,
+        samples=samples,
+        samples_note=samples_note,
+        runs=[{"name": run.path.name, "facts": list(describe_run(run))} for run in results.runs],
+        command=command,
+        rounds=ROUNDS,
+        seed=seed,
+        notes=notes,
+    )
+
+
+def tell(results: Results, measure: Measure) -> dict[str, str]:
+    """The result in words, whatever it is: title, kicker, headline and a first paragraph."""
+    table = results.tables[0]
+    column = MEAN if MEAN in table.columns else table.columns[-1]
+    rows = {method: row[column] for method, row in table.rows.items() if column in row}
+    first = next(iter(next(iter(table.rows.values())).values()))
+    repetitions = f", {first.repetitions} repetitions" if first.repetitions > 1 else ""
+    kicker = f"{table.title} · {first.images:,} images in each set{repetitions}"
+    where = f"on {len(table.shifted)} shifts" if column == MEAN else f"on {column_title(column)}"
+    learner = next((name for name in ("online", "episodic") if name in rows), None)
+    words = {"title": f"Test-Time Training on {table.family or table.title}", "kicker": kicker}
+    if learner is None or BASELINE not in rows:
+        best = min(rows, key=lambda method: rows[method].error, default=None)
+        if best is None:
+            return words | {"headline": f"Results {where}", "lead": "Not every set is finished yet."}
+        text = f"{method_title(best)} has {measure} {rows[best].value(measure):.1f}% {where}"
+        return words | {"headline": text, "lead": "There is nothing to compare it with yet."}
+    base, cell = rows[BASELINE], rows[learner]
+    old, new = f"{base.value(measure):.1f}%", f"{cell.value(measure):.1f}%"
+    if cell.error < base.error:
+        verb = f"cut the error {where} from" if measure == "error" else f"raised the accuracy {where} from"
+        headline = f"Learning at test time {verb} {old} to {new}"
+    else:
+        headline = f"Learning at test time did not help {where}: {measure} {old} before, {new} after"
+    return words | {"headline": headline, "lead": _lead(table, learner, base, cell)}
+
+
+def _lead(table: Table, learner: str, base: Cell, cell: Cell) -> str:
+    change = base.error - cell.error
+    share = f", {100 * change / base.error:.0f}% of the mistakes that it makes" if base.error and change > 0 else ""
+    parts = [
+        f"On average {learner} is wrong on {abs(change):.1f}% {'fewer' if change >= 0 else 'more'} of the images than "
+        f"the same network left fixed{share}."
+    ]
+    marks = [table.rows[learner][column].mark for column in table.shifted if column in table.rows[learner]]
+    if len(marks) > 1:
+        counted = {"better": marks.count("*"), "worse": marks.count("†"), "neither, beyond chance,": marks.count("")}
+        told = [f"{word} on {number}" for word, number in counted.items() if number]
+        parts.append(f"Of the {len(marks)} sets it is {_join(told)} (p < {SIGNIFICANT}).")
+    clean = [table.rows[method].get("original") for method in (BASELINE, learner)]
+    if clean[0] is not None and clean[1] is not None:
+        moved = clean[1].error - clean[0].error
+        words = (
+            "stays the same" if abs(moved) < 0.05 else f"{'rises' if moved > 0 else 'falls'} by {abs(moved):.1f} points"
+        )
+        parts.append(f"On the original test set the error {words}.")
+    return " ".join(parts)
+
+
+def _join(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _cards(results: Results, measure: Measure, paper: bool) -> list[dict[str, str]]:
+    table = results.tables[0]
+    column = MEAN if MEAN in table.columns else table.columns[-1]
+    cards = []
+    for method, row in table.rows.items():
+        if column not in row:
+            continue
+        known = table.paper_value(method, column, measure) if paper else None
+        cards.append(
+            {
+                "title": method_title(method),
+                "tone": colour_of(method, tuple(table.rows)) if method not in _ABOUT else f"var(--{method})",
+                "value": f"{row[column].value(measure):.1f}",
+                "half": f"{row[column].half_width:.1f}",
+                "about": _ABOUT.get(method, ""),
+                "ms": _milliseconds(results.seconds[method]),
+                "paper": f"{known:.1f}" if known is not None else "",
+            }
+        )
+    return cards
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f}" if seconds >= 0.001 else f"{1000 * seconds:.2g}"
+
+
+def _lay_out(table: Table, measure: Measure, paper: bool) -> dict[str, Any]:
+    """Headings and rows of a table with sets down and methods across."""
+    compared = _compared(table, measure) if paper else set()
+    heads: list[dict[str, str]] = []
+    for method in table.rows:
+        heads.append({"name": method, "paper": PAPER_NAMES.get(method, "")})
+        if method in compared:
+            heads.append({"name": "paper", "paper": "difference"})
+    rows = []
+    for column in table.columns:
+        cells: list[Mapping[str, Any]] = []
+        for method, row in table.rows.items():
+            cell = row.get(column)
+            cells.append(_cell(cell, measure, table.is_best(method, column)) if cell else _EMPTY)
+            if method in compared:
+                known = table.paper_value(method, column, measure)
+                change = difference(cell.value(measure), known) if cell and known is not None else ""
+                theirs = {"kind": "theirs", "value": known, "text": f"{known:.1f}", "change": change}
+                cells.append(_EMPTY if known is None else theirs)
+        title = f"mean of {len(table.shifted)}" if column == MEAN else column_title(column)
+        rows.append({"title": title, "cells": cells, "is_mean": column == MEAN})
+    return {"heads": heads, "rows": rows}
+
+
+def _compared(table: Table, measure: Measure) -> set[str]:
+    """The methods for which the paper has numbers."""
+    return {
+        method
+        for method in table.rows
+        if any(table.paper_value(method, column, measure) is not None for column in table.columns)
+    }
+
+
+_EMPTY: Mapping[str, Any] = {"kind": "theirs", "value": "", "text": "–", "change": ""}
+
+
+def _cell(cell: Cell, measure: Measure, best: bool) -> dict[str, Any]:
+    low, high = cell.ends(measure)
+    words = [f"95% interval {low:.1f} to {high:.1f}", f"{cell.images:,} images"]
+    if cell.p_value is not None:
+        words += [f"{cell.to_right:,} became right, {cell.to_wrong:,} wrong", f"p = {cell.p_value:.2g}"]
+    return {
+        "kind": "ours",
+        "value": round(cell.value(measure), 4),
+        "text": f"{cell.value(measure):.1f}",
+        "half": f"{cell.half_width:.1f}",
+        "spread": f"{cell.spread:.1f}" if cell.spread is not None else "",
+        "mark": cell.mark,
+        "best": best,
+        "words": "; ".join(words),
+    }
+
+
+def _caption(kind: str, table: Table, measure: Measure, paper: bool) -> str:
+    shown = kind == "bars" and paper and _compared(table, measure)
+    return _CAPTIONS[kind] + (" Diamonds are the paper's values." if shown else "")
+
+
+def _paper_notes(results: Results, paper: bool) -> list[str]:
+    if not paper:
+        return []
+    return [
+        f"The paper's {table.paper.title}: {table.paper.note}"
+        for table in results.tables
+        if table.paper is not None and table.paper.note and "alp" in table.rows
+    ]
+
+
+def describe_run(run: Run) -> list[tuple[str, str, bool]]:
+    """What a run's folder says of itself: title, text, and whether the text is code."""
+    about, plan = run.about, run.configuration
+    facts: list[tuple[str, str, bool]] = []
+    if about.get("command"):
+        facts.append(("Command", str(about["command"]), True))
+    if isinstance(about.get("hardware"), Mapping):
+        facts.append(("Hardware", ", ".join(f"{key} {value}" for key, value in about["hardware"].items()), False))
+    if isinstance(about.get("versions"), Mapping):
+        facts.append(("Versions", ", ".join(f"{key} {value}" for key, value in about["versions"].items()), False))
+    seeds = sorted({unit.seed for unit in run.units})
+    facts.append(("Seeds", ", ".join(map(str, seeds)), False))
+    networks = plan.get("networks")
+    for role, network in networks.items() if isinstance(networks, Mapping) else ():
+        architecture = network.get("architecture") if isinstance(network, Mapping) else None
+        text = _pairs(architecture) if isinstance(architecture, Mapping) else str(network)
+        mark = str(network.get("fingerprint", ""))[:12] if isinstance(network, Mapping) else ""
+        facts.append((f"Network, {role}", f"{text}{f'; fingerprint {mark}' if mark else ''}", False))
+    methods = plan.get("methods")
+    for method, settings in methods.items() if isinstance(methods, Mapping) else ():
+        if isinstance(settings, Mapping):
+            inner = settings.get("settings")
+            shown = {key: value for key, value in settings.items() if key != "settings"}
+            facts.append((method, _pairs(shown | (dict(inner) if isinstance(inner, Mapping) else {})), False))
+    facts += [(key.capitalize(), str(plan[key]), False) for key in ("shuffle", "limit") if plan.get(key)]
+    facts.append(
+        ("Finished", f"{len(run.units):,} units, {sum(unit.seconds for unit in run.units):,.0f} s in all", False)
+    )
+    return facts
+
+
+def _pairs(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None) or "as it is"

@@ -1,0 +1,159 @@
+"""Pictures whose prediction changed, picked by rule and not for looks."""
+
+from __future__ import annotations
+
+import base64
+import io
+import logging
+import os
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from testtime import data
+from testtime.report.results import BASELINE, MEAN, Results, Source, Table, column_title, fingerprints
+
+log = logging.getLogger(__name__)
+
+Root = str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One picture and what was made of it.
+
+    Attributes:
+        column: The set it is from, in words.
+        number: Its number there.
+        label: What it shows.
+        before: What `fixed` says (or the network just before it learned from it).
+        after: What is said after learning.
+        is_right: Whether `after` is right.
+        picture: The image as a PNG file.
+    """
+
+    column: str
+    number: int
+    label: str
+    before: str
+    after: str
+    is_right: bool
+    picture: bytes
+
+    @property
+    def source(self) -> str:
+        """The picture as a `data:` address."""
+        return "data:image/png;base64," + base64.b64encode(self.picture).decode()
+
+
+def pick_samples(results: Results, table: Table, root: Root = None) -> tuple[list[Sample], str]:
+    """From each set of a table one image that learning turned right, from some one that it turned wrong.
+
+    Of the images that flipped, in the order of their numbers, it is the middle one.
+
+    Args:
+        results: What the runs found.
+        table: Whose sets to take.
+        root: Where data sets are looked for.
+
+    Returns:
+        The samples, and a word on why there are none, if so.
+    """
+    method = next((name for name in ("online", "episodic") if name in table.rows), None)
+    if method is None:
+        return [], "No method of the run learns, so no prediction changed."
+    samples: list[Sample] = []
+    columns = [column for column in table.columns if column != MEAN and column in table.rows[method]]
+    for place, column in enumerate(columns):
+        name = table.set_name(column)
+        sources = results.sources[method, name]
+        flips = _find_flips(sources[0], results.sources.get((BASELINE, name), ()))
+        wanted = [list(flips.right)[len(flips.right) // 2 :][:1]]
+        if place % 4 == 0:
+            wanted.append(list(flips.wrong)[len(flips.wrong) // 2 :][:1])
+        numbers = [number for part in wanted for number in part]
+        if not numbers:
+            continue
+        try:
+            images, classes = _open(name, numbers, root, sources[0])
+        except (ValueError, OSError, IndexError) as error:
+            log.info("%s: no pictures for the report (%s)", name, error)
+            return [], f"Sample pictures are left out: {error}"
+        for number, image in zip(numbers, images, strict=True):
+            label, before, after = (flips.right | flips.wrong)[number]
+            samples.append(
+                Sample(
+                    column_title(column),
+                    number,
+                    _name(label, classes),
+                    _name(before, classes),
+                    _name(after, classes),
+                    number in flips.right,
+                    make_png(image),
+                )
+            )
+    return samples, "" if samples else "No prediction changed between right and wrong."
+
+
+@dataclass(frozen=True)
+class _Flips:
+    """Label, prediction before and after by number, of the images that became right and of those that became wrong."""
+
+    right: dict[int, tuple[int, int, int]]
+    wrong: dict[int, tuple[int, int, int]]
+
+
+def _find_flips(source: Source, fixed: tuple[Source, ...]) -> _Flips:
+    after = source.unit.columns()
+    order = np.argsort(after["sample"], kind="stable")
+    after = {name: column[order] for name, column in after.items()}
+    before, was_right = after["prediction_before"], after["was_right"]
+    if fixed:
+        base = fixed[0].unit.columns()
+        order = np.argsort(base["sample"], kind="stable")
+        before, was_right = base["prediction"][order], base["is_right"][order]
+    found = zip(
+        *(after[name].tolist() for name in ("sample", "label")),
+        before.tolist(),
+        after["prediction"].tolist(),
+        was_right.astype(bool).tolist(),
+        after["is_right"].astype(bool).tolist(),
+        strict=True,
+    )
+    right: dict[int, tuple[int, int, int]] = {}
+    wrong: dict[int, tuple[int, int, int]] = {}
+    for number, label, old, new, was, now in found:
+        if was != now:
+            (right if now else wrong)[number] = label, old, new
+    return _Flips(right, wrong)
+
+
+def _open(name: str, numbers: list[int], root: Root, source: Source) -> tuple[Tensor, tuple[str, ...]]:
+    test_set = data.open(name, root)
+    expected = fingerprints(source.run).get(name)
+    if expected is not None and expected != test_set.fingerprint():
+        raise ValueError(f"{name} here is not the set that was measured.")
+    return test_set.images(numbers), test_set.classes
+
+
+def _name(number: int, classes: tuple[str, ...]) -> str:
+    return classes[number] if 0 <= number < len(classes) else str(number)
+
+
+def make_png(image: Tensor, side: int = 96) -> bytes:
+    """An image, uint8 `(C, H, W)`, as a PNG file of about the given side.
+
+    Small images are enlarged so that each pixel becomes a square.
+    """
+    from PIL import Image
+
+    pixels = image.permute(1, 2, 0).numpy()  # (H, W, C)
+    picture = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+    scale = max(1, side // max(picture.size))
+    if scale > 1:
+        picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
+    picture.thumbnail((2 * side, 2 * side))
+    out = io.BytesIO()
+    picture.save(out, "PNG", optimize=True)
+    return out.getvalue()
