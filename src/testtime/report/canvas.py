@@ -119,12 +119,9 @@ class Drawing:
         svg = svg.replace(_STAND_INS.paper, "var(--paper)").replace(COLOURS["plain"], "var(--plain)")
         svg = re.sub(r'(id="|href="#|url\(#)', rf"\1{self.name}-", svg)
         svg = re.sub(r"font: ((?:bold |\d+ )*)([\d.]+px) [^;\"]*", _own_font, svg)
-        return re.sub(
-            r'<svg ([^>]*?)height="[^"]*" ([^>]*?)width="[^"]*"',
-            lambda found: f'<svg role="img" aria-label="{_attribute(self.title)}" {found[1]}{found[2]}',
-            svg,
-            count=1,
-        )
+        opening, rest = svg.split(">", 1)
+        opening = re.sub(r' (?:width|height)="[^"]*"', "", opening)  # the page decides
+        return f'{opening} role="img" aria-label="{_attribute(self.title)}">{rest}'
 
 
 def _own_font(found: re.Match[str]) -> str:

@@ -1,0 +1,297 @@
+"""The page of runs and the command that writes it, also in a real browser."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from report_runs import METHODS, make_benchmark, make_columns, make_run
+from testtime import cli, data
+from testtime.report.publish import FORMATS, publish, read_formats
+from testtime.report.results import collect
+from testtime.report.run_figures import draw_all
+from testtime.report.run_page import render_run_page, tell
+from testtime.report.samples import make_png, pick_samples
+from testtime.runs import open_run
+
+VOID = {"meta", "img", "br"}
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on CIFAR's sets and its whole report beside it."""
+    path = tmp_path_factory.mktemp("page")
+    make_benchmark(path / "run", 60, "cifar10", corruptions=("gaussian_noise", "shot_noise", "fog", "contrast"))
+    publish([path / "run"], path / "out", paper=True, root=path, command="testtime report <run>")
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> str:
+    return (folder / "out/index.html").read_text(encoding="utf-8")
+
+
+class Tags(HTMLParser):
+    """Checks that tags close in the order they were opened, and collects what they refer to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_stands_alone_and_is_well_formed(page: str) -> None:
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert len(tags.ids) == len(set(tags.ids))
+    assert [one for one in tags.references if not one.startswith(("data:image/png;base64,", "#"))] == []
+    assert not re.search(r"@import|url\((?!#)|fetch\(|<link|src=\"http", page)
+
+
+def test_the_page_says_what_was_measured_and_how(folder: Path, page: str) -> None:
+    text = html.unescape(page)
+    results = collect([open_run(folder / "run")])
+    rows = results.tables[0].rows
+    assert f"on 4 shifts from {rows['fixed']['mean'].error:.1f}% to {rows['online']['mean'].error:.1f}%" in text
+    for words in (
+        "testtime eval digits-c/*/5 --out runs/made",
+        "torch 2.13.0",
+        "Some CPU <fast>",
+        "testtime report <run>",
+    ):
+        assert words in text
+    assert re.search(r"<dt>Seeds</dt><dd>0</dd>", page)
+    assert "exact sign test" in page
+    assert "Sample pictures are left out" in page  # the sets are not there
+
+
+def test_a_loss_is_not_told_as_a_gain(tmp_path: Path) -> None:
+    units = {}
+    for name in ("fog", "snow"):
+        units["fixed", f"digits-c/{name}/5", 0] = make_columns(np.arange(40) >= 10)
+        units["online", f"digits-c/{name}/5", 0] = make_columns(np.arange(40) >= 20)
+    words = tell(collect([make_run(tmp_path / "run", units)]), "error")
+    assert words["headline"] == "Learning at test time did not help on 2 shifts: error 25.0% before, 50.0% after"
+    assert "25.0% more of the images" in words["lead"]
+    assert "worse on 2" in words["lead"]
+
+
+def test_words_for_one_method_or_an_unfinished_run(tmp_path: Path) -> None:
+    one = collect([make_run(tmp_path / "one", {("fixed", "digits", 0): make_columns([True, False])})])
+    assert tell(one, "error")["headline"] == "fixed (JT) has error 50.0% on digits"
+    units = {
+        ("fixed", "digits-c/fog/5", 0): make_columns([True, False]),
+        ("online", "digits-c/snow/5", 0): make_columns([True, False]),
+    }
+    part = collect([make_run(tmp_path / "part", units)])
+    assert tell(part, "error")["headline"] == "Results on 2 shifts"
+    assert "Results on 2 shifts" in render_run_page(part, list(draw_all(part)))
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    bad = "<script>alert(1)</script>"
+    method = "<b>&bold"
+    plan = {"methods": METHODS | {method: {"lr": bad}}, "networks": {"<i>": {"architecture": {"norm": "<u>"}}}}
+    units = {
+        (method, bad.replace("/", "|"), 0): make_columns([True, False]),
+        ("fixed", bad.replace("/", "|"), 0): make_columns([True, False]),
+    }
+    results = collect([make_run(tmp_path / "run", units, plan)])
+    page = render_run_page(results, list(draw_all(results)), command=bad)
+    for text in ("<script>alert", "<b>", "<i>", "<u>"):
+        assert text not in page
+    assert "&lt;b&gt;&amp;bold" in page
+
+
+def test_pictures_are_those_that_flipped(tmp_path: Path) -> None:
+    count = 30
+    fixed, online = np.ones(count, bool), np.ones(count, bool)
+    fixed[[3, 7, 11]] = False
+    online[[5]] = False
+    units = {("fixed", "digits", 0): make_columns(fixed), ("online", "digits", 0): make_columns(online)}
+    digits = data.open("digits")
+    plan = {"methods": METHODS, "sets": {"digits": digits.fingerprint()}}
+    results = collect([make_run(tmp_path / "run", units, plan)])
+    samples, note = pick_samples(results, results.tables[0])
+    assert note == ""
+    assert [(sample.number, sample.is_right) for sample in samples] == [(7, True), (5, False)]
+    assert [(sample.label, sample.before, sample.after) for sample in samples] == [("7", "8", "7"), ("5", "5", "6")]
+    assert samples[0].picture == make_png(digits.images([7])[0])
+
+
+def test_pictures_of_another_set_are_not_shown(tmp_path: Path) -> None:
+    units = {
+        ("fixed", "digits", 0): make_columns([False, True]),
+        ("online", "digits", 0): make_columns([True, True]),
+    }
+    plan = {"methods": METHODS, "sets": {"digits": "another"}}
+    results = collect([make_run(tmp_path / "run", units, plan)])
+    samples, note = pick_samples(results, results.tables[0])
+    assert samples == []
+    assert "not the set that was measured" in note
+
+
+def test_small_pictures_become_larger_squares() -> None:
+    import io
+
+    from PIL import Image
+
+    image = torch.tensor([[[0, 255], [128, 64]]], dtype=torch.uint8)
+    picture = Image.open(io.BytesIO(make_png(image, side=8)))
+    assert picture.size == (8, 8)
+    assert [picture.getpixel(place) for place in ((0, 0), (7, 3), (3, 4), (4, 7))] == [0, 255, 128, 64]
+    assert Image.open(io.BytesIO(make_png(torch.zeros(3, 300, 200, dtype=torch.uint8), side=50))).size == (67, 100)
+
+
+def test_all_files_are_written(folder: Path) -> None:
+    out = folder / "out"
+    assert {path.name for path in out.iterdir()} == {"figures", "index.html", "tables.csv", "tables.md", "tables.tex"}
+    names = {path.stem for path in (out / "figures").iterdir()}
+    assert len(list((out / "figures").iterdir())) == 2 * len(names)
+    assert "bars-cifar10-c-5" in names
+
+
+def test_formats() -> None:
+    assert read_formats("md, csv,md") == ("md", "csv")
+    assert read_formats(",".join(FORMATS)) == FORMATS
+    with pytest.raises(ValueError, match="got 'pdf'"):
+        read_formats("md,pdf")
+    with pytest.raises(ValueError, match="got none"):
+        read_formats(",")
+
+
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["report", str(folder / "run"), "--out", str(tmp_path / "out"), "--format", "md,csv", "--accuracy"]
+    assert cli.run(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "cifar10-c, level 5" in shown
+    assert "accuracy in %" in shown
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"tables.md", "tables.csv"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["RUN", "--format", "pdf"], 2, "`format` must be some of md, latex, csv, html, got 'pdf'"),
+        (["nowhere"], 1, "nowhere holds no run"),
+        (["RUN", "RUN"], 1, "was given twice"),
+        ([], 2, "Missing argument"),
+    ],
+)
+def test_bad_input_is_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, text: str
+) -> None:
+    filled = [str(folder / "run") if argument == "RUN" else argument for argument in arguments]
+    assert cli.run(["report", *filled, "--out", str(tmp_path / "out")]) == code
+    shown = capsys.readouterr().err
+    assert text in shown
+    assert shown.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_extra_is_named(folder: Path, tmp_path: Path) -> None:
+    code = (
+        "import importlib.util as u, sys\n"
+        "real = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if name == 'matplotlib' else real(name, *rest)\n"
+        "from testtime.cli import run\n"
+        f"sys.exit(run(['report', {str(folder / 'run')!r}, '--out', {str(tmp_path / 'out')!r}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 1
+    assert "pip install 'testtime[report]'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+PROBE_HEAD = """<script>
+window.faults = [];
+window.addEventListener("error", event => faults.push(String(event.message)));
+const say = console.error; console.error = (...words) => { faults.push(words.join(" ")); say(...words); };
+</script>"""
+PROBE_TAIL = """<script>
+window.addEventListener("load", () => {
+  const table = document.querySelector("table.sortable"), column = 2;
+  const read = () => [...table.tBodies[0].rows].map(row => row.cells[column].dataset.value);
+  const head = table.querySelectorAll("thead th")[column];
+  const before = read(); head.firstElementChild.click();
+  const rising = read(), sort = head.getAttribute("aria-sort"); head.firstElementChild.click();
+  const root = document.documentElement;
+  const wide = [...document.querySelectorAll("main > *, main section > *")]
+    .filter(part => part.getBoundingClientRect().right > root.clientWidth + 1).map(part => part.outerHTML.slice(0, 80));
+  parent.postMessage({before, rising, falling: read(), sort, faults, wide, scroll: root.scrollWidth,
+    client: root.clientWidth, figures: document.querySelectorAll("figure svg").length}, "*");
+});
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def probe(page: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """What a browser makes of the page at a width; one browser looks at both widths."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium is installed")
+    folder = tmp_path_factory.mktemp("browser")
+    probed = page.replace("<head>", "<head>" + PROBE_HEAD, 1).replace("</body>", PROBE_TAIL + "</body>", 1)
+    (folder / "page.html").write_text(probed, encoding="utf-8")
+    frames = "".join(f'<iframe width="{width}" height="800" src="page.html"></iframe>' for width in (1280, 400))
+    host = (
+        '<!DOCTYPE html><pre id="found"></pre><script>const found = {};'
+        'addEventListener("message", event => { const at = event.data; found[at.client] = at;'
+        'document.getElementById("found").textContent = JSON.stringify(found); });</script>'
+    )
+    style = "<style>iframe { border: 0; display: block }</style>"
+    (folder / "host.html").write_text(host + style + frames, encoding="utf-8")
+    options = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+        "--disable-component-update --disable-sync --hide-scrollbars --virtual-time-budget=5000 --window-size=1400,1700"
+    )
+    command = [CHROMIUM, *options.split(), f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
+    done = subprocess.run(
+        [*command, (folder / "host.html").as_uri()], capture_output=True, text=True, encoding="utf-8", timeout=60
+    )
+    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found is not None, done.stderr
+    answers = {int(width): answer for width, answer in json.loads(html.unescape(found[1])).items()}
+    return lambda width: answers[width]
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_in_a_browser_nothing_overflows_and_sorting_works(
+    probe: Callable[[int], dict[str, Any]], page: str, width: int
+) -> None:
+    found = probe(width)
+    assert found["faults"] == []
+    assert found["scroll"] <= width
+    assert found["wide"] == []
+    assert found["sort"] == "ascending"
+    assert found["rising"] == sorted(found["before"], key=float)
+    assert found["falling"] == found["rising"][::-1]
+    assert found["figures"] == page.count('role="img"')
