@@ -185,7 +185,6 @@ def test_splitting_leaves_the_model_as_it_was(model_and_cut: tuple[nn.Module, st
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.xfail(strict=True, reason="split() sets every layer to the model's own mode after tracing")
 def test_splitting_keeps_the_mode_of_every_layer() -> None:
     model = sequential().train()
     model[1].eval()  # type: ignore[index]  # a frozen BatchNorm
@@ -312,10 +311,7 @@ def test_a_saved_network_comes_back_bit_for_bit_with_its_card(name: str, tmp_pat
     assert torch.equal(again.self_supervise(images), net.self_supervise(images))
 
 
-LEFTOVER = pytest.mark.xfail(strict=True, reason="split() leaves weights that only the encoder reads in the branches")
-
-
-@pytest.mark.parametrize("at", ["patch", pytest.param("block1", marks=LEFTOVER)])
+@pytest.mark.parametrize("at", ["patch", "block1"])
 def test_the_parts_of_a_split_hold_what_they_use_and_no_more(at: str) -> None:
     model = VisionTransformer()
     net = split(model, at)
@@ -323,7 +319,7 @@ def test_the_parts_of_a_split_hold_what_they_use_and_no_more(at: str) -> None:
     assert sorted(names) == sorted(model.state_dict())
 
 
-@pytest.mark.parametrize("at", ["patch", pytest.param("block1", marks=LEFTOVER)])
+@pytest.mark.parametrize("at", ["patch", "block1"])
 def test_a_custom_network_is_read_into_one_that_is_built_again(tmp_path: Path, at: str) -> None:
     torch.manual_seed(1)
     net = split(VisionTransformer(), at, classes="abcdefghij", size=16).eval().describe(record={"seed": 4})
@@ -345,7 +341,6 @@ def test_a_network_is_not_read_into_one_that_normalises_differently(tmp_path: Pa
     assert same_bits(bits(other), before)
 
 
-@pytest.mark.xfail(strict=True, reason="load() builds by the architecture and forgets the card's mean and std")
 def test_a_builders_network_with_another_normalisation_comes_back_with_it(tmp_path: Path) -> None:
     net = resnet26(depth=8, size=16).eval()
     other = YNet(net.encoder, net.classifier, net.ssl, replace(net.card, mean=(0.0,) * 3, std=(1.0,) * 3)).eval()
@@ -353,7 +348,6 @@ def test_a_builders_network_with_another_normalisation_comes_back_with_it(tmp_pa
     assert torch.equal(load(tmp_path / "net")(pictures()), other(pictures()))
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="safetensors refuses tensors that two parts share")
 def test_a_network_whose_parts_share_a_layer_can_be_saved(tmp_path: Path) -> None:
     class Recurrent(Residual):
         def __init__(self) -> None:
@@ -457,7 +451,6 @@ def test_wrong_cards_are_told(checkpoint: Path, tmp_path: Path, fields: dict[str
         load(rewrite(checkpoint, tmp_path / "changed", **fields))
 
 
-@pytest.mark.xfail(strict=True, reason="unknown fields are looked at before the format's number")
 def test_a_later_format_is_named_even_if_its_card_has_more_fields(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="format 2; this version of testtime reads format 1"):
         load(rewrite(checkpoint, tmp_path / "changed", format=2, licence="MIT"))

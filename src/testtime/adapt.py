@@ -28,7 +28,7 @@ import logging
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,53 +41,15 @@ from testtime import augment as augmentations
 from testtime import tasks
 from testtime.calibrate import fastest
 from testtime.capture import Captured, arithmetic, check_precision
-from testtime.learner import Learner, Settings, is_rowwise, load_learner
+from testtime.learner import Learner, Settings, is_rowwise, load_learner, save_learner
 from testtime.networks.replicas import Replicas
 from testtime.networks.ynet import YNet
+from testtime.prediction import Prediction
 from testtime.randomness import Draws
 from testtime.storage import pack_text, unpack_text, whole_file
 from testtime.tasks import Task
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What an adapter answers for N images. No tensor holds a graph.
-
-    Attributes:
-        logits: Class logits after adaptation, `(N, K)`.
-        logits_before: Class logits of the same network before this adaptation, `(N, K)`.
-        loss_before: The task's loss on the image before adaptation, `(N,)`.
-        loss_after: The task's loss on the image after adaptation, `(N,)`.
-        confidence: The task's confidence in the plain image before adaptation, in [0, 1], `(N,)`.
-        adapted: Whether the answer comes from a network that learned from the image, bool `(N,)`.
-        rolled_back: Whether the guard undid what was learned, bool `(N,)`.
-    """
-
-    logits: Tensor
-    logits_before: Tensor
-    loss_before: Tensor
-    loss_after: Tensor
-    confidence: Tensor
-    adapted: Tensor
-    rolled_back: Tensor
-
-    def __len__(self) -> int:
-        return len(self.logits)
-
-    @property
-    def classes(self) -> Tensor:
-        """The predicted classes, `(N,)`."""
-        return self.logits.argmax(-1)
-
-    @staticmethod
-    def join(parts: list[Prediction]) -> Prediction:
-        """One prediction for the images of several, in their order."""
-        return Prediction(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Prediction)))
-
-    def __getitem__(self, index: Any) -> Prediction:
-        return Prediction(*(getattr(self, f.name)[index] for f in fields(Prediction)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -131,8 +93,10 @@ def learn(learner: Learner, images: Tensor, draws: Draws, weights: Tensor) -> No
         return (losses.mean(-1) * weights).sum()
 
     learner.replicas.train_norms(True)
-    learner.descend(loss)
-    learner.replicas.train_norms(False)
+    try:
+        learner.descend(loss)
+    finally:
+        learner.replicas.train_norms(False)
 
 
 @torch.no_grad()
@@ -181,22 +145,26 @@ def episode(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -
     wanted = active[:, None] & gate(confidence, settings.threshold)  # (S, B)
     weights = wanted.float() / wanted.sum(1, keepdim=True).clamp(min=1)
     good = learner.snapshot()
-    for step in range(settings.steps):
-        learn(learner, images, draws.fold(step), weights)
-    logits, loss_after, _ = look(replicas, images, learner.task)
+    try:
+        for step in range(settings.steps):
+            learn(learner, images, draws.fold(step), weights)
+        logits, loss_after, _ = look(replicas, images, learner.task)
+    except BaseException:  # Ctrl-C as well: what was half learned is no state to go on from
+        learner.restore(good, torch.ones_like(active))
+        raise
     learned = wanted.any(1) & (settings.steps > 0)
     risen = torch.where(wanted, loss_after - loss_before, 0).sum(1) / wanted.sum(1).clamp(min=1)
     sound = (risen <= settings.guard) & replicas.finite()  # a loss that is not a number compares false
-    kept = (learned & sound)[:, None].expand_as(wanted)
-    learner.restore(good, ~kept[:, 0])
+    learner.restore(good, ~(learned & sound))
+    kept = wanted & (learned & sound)[:, None]
     return Prediction(
         logits=torch.where(kept[..., None], logits, logits_before),
         logits_before=logits_before,
         loss_before=loss_before,
         loss_after=torch.where(kept, loss_after, loss_before),
         confidence=confidence,
-        adapted=kept.clone(),
-        rolled_back=(learned & ~sound)[:, None].expand_as(wanted).clone(),
+        adapted=kept,
+        rolled_back=wanted & (learned & ~sound)[:, None],
     )
 
 
@@ -252,7 +220,7 @@ class Adapter(nn.Module):
         with torch.inference_mode(False):
             # In a list, which hides it from nn.Module: it is not the adapter's to train or to move.
             self._networks = [copy.deepcopy(net).eval().requires_grad_(False)]
-            self._base = [Replicas(self._networks[0], 1, parts=(), dtype=check_precision(settings.precision))]
+        self._base: Replicas | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -276,7 +244,7 @@ class Adapter(nn.Module):
             ValueError: The images or their numbers do not fit; nothing was learned.
         """
         samples = self._check(images, samples)
-        with torch.inference_mode(False), torch.no_grad(), arithmetic(self.settings.precision):
+        with torch.inference_mode(False), torch.no_grad(), arithmetic(self.settings.precision, self._device):
             # Copies: tensors made in inference mode cannot take part in learning.
             answers = self._predict(images.detach().to(self._device, copy=True), samples.to(self._device, copy=True))
         self.seen += len(images)
@@ -308,6 +276,8 @@ class Adapter(nn.Module):
             there, here = unpack_text(state_dict[key]), unpack_text(own[key])
             if there != here:
                 raise ValueError(f"The state was saved with another {key}: {there}, here {here}.")
+        if state_dict["counts"].shape != (3,):
+            raise ValueError("This is not an adapter's state: its counts are not three numbers.")
         self._load(state_dict)
         self.seen, self.adapted, self.rolled_back = (int(count) for count in state_dict["counts"])
 
@@ -340,7 +310,13 @@ class Adapter(nn.Module):
 
     def _unadapted(self, images: Tensor) -> Prediction:
         """The answers of the network as it was given."""
-        parts = [look(self._base[0], chunk[None], self._task) for chunk in images.split(256)]
+        if len(images) == 0:
+            return self._unadapted(images.new_zeros(1, *images.shape[1:]))[:0]
+        if self._base is None:
+            example = Draws.of(0, torch.arange(2, device=images.device)).uniform(*images.shape[1:])
+            dtype = check_precision(self.settings.precision)
+            self._base = Replicas(self._networks[0], 1, (), example, dtype)
+        parts = [look(self._base, chunk[None], self._task) for chunk in images.split(256)]
         logits, loss, confidence = (torch.cat(tensors, dim=1)[0] for tensors in zip(*parts, strict=True))
         no = torch.zeros_like(loss, dtype=torch.bool)
         return Prediction(logits, logits.clone(), loss, loss.clone(), confidence, no, no.clone())
@@ -351,14 +327,14 @@ class Adapter(nn.Module):
         if images.dim() != 4 or 0 in images.shape[1:]:
             hint = "; for one image add an axis: images[None]" if images.dim() == 3 else ""
             raise ValueError(f"`images` must be (N, C, H, W), got {tuple(images.shape)}{hint}.")
-        card = self._networks[0].card
-        if len(card.mean) > 1 and images.shape[1] != len(card.mean):
-            raise ValueError(f"`images` must have {len(card.mean)} channels, got {images.shape[1]}.")
+        card, channels = self._networks[0].card, self._networks[0].channels
+        if channels is not None and images.shape[1] != channels:
+            raise ValueError(f"`images` must have {channels} channels, got {images.shape[1]}.")
         if images.dtype != torch.uint8 and not images.is_floating_point():
             raise ValueError(f"`images` must be uint8, or floats in [0, 1], got {images.dtype}.")
         normalises = any(card.mean) or any(value != 1 for value in card.std)
         if images.is_floating_point() and normalises and images.numel():
-            low, high = (float(value) for value in images.nan_to_num().aminmax())
+            low, high = (float(value) for value in images.detach().nan_to_num().aminmax())
             if low < 0 or high > 1:
                 raise ValueError(
                     f"Float `images` must lie in [0, 1], got {low:.3g} to {high:.3g}: "
@@ -366,6 +342,8 @@ class Adapter(nn.Module):
                 )
         if samples is None:
             return torch.arange(self.seen, self.seen + len(images))
+        if not isinstance(samples, Tensor):
+            raise TypeError(f"`samples` must be a tensor of integers, got {type(samples).__name__}.")
         if samples.dtype not in (torch.int64, torch.int32) or samples.shape != images.shape[:1]:
             raise ValueError(f"`samples` must be {len(images)} integers, got {samples.dtype} {tuple(samples.shape)}.")
         return samples
@@ -487,10 +465,7 @@ class Online(Adapter):
         return Prediction.join(answers)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        state = super().state_dict()
-        if self._learner is not None:
-            state |= {f"learner/{name}": tensor for name, tensor in self._learner.state().items()}
-        return state
+        return super().state_dict() | save_learner(self._learner)
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
         self._learner = load_learner(self._networks[0], 1, self.settings, state)

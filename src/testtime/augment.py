@@ -86,6 +86,7 @@ class ResizedCropFlip:
             columns = torch.where(flipped, columns.flip(-2), columns)
         pixels = images.float() / 255 if images.dtype == torch.uint8 else images
         # (N, K, 1, h, H) @ (N, 1, C, H, W) @ (N, K, 1, W, w)
+        rows, columns = rows.to(pixels.dtype), columns.to(pixels.dtype)
         return rows.unsqueeze(2) @ pixels.unsqueeze(1) @ columns.unsqueeze(2).transpose(-1, -2)
 
     def boxes(self, height: int, width: int, draws: Draws) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -101,7 +102,7 @@ class ResizedCropFlip:
         fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
         first = fits.byte().argmax(-1, keepdim=True)
         ratio = min(max(width / height, self.ratio[0]), self.ratio[1])
-        central = min(width, round(height * ratio)), min(height, round(width / ratio))
+        central = max(1, min(width, round(height * ratio))), max(1, min(height, round(width / ratio)))
         any_fits = fits.any(-1)
         box_width = torch.where(any_fits, widths.gather(-1, first)[..., 0], central[0])
         box_height = torch.where(any_fits, heights.gather(-1, first)[..., 0], central[1])

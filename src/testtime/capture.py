@@ -54,18 +54,23 @@ def check_precision(precision: str) -> torch.dtype:
 
 
 @contextlib.contextmanager
-def arithmetic(precision: Precision) -> Iterator[None]:
-    """Within it, float32 products on CUDA are exact ("fp32") or take TF32 ("tf32"); outside nothing changes.
+def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
+    """Within it, numbers are computed as `precision` says, whatever the caller has set; outside nothing changes.
 
-    cuDNN is held to its deterministic algorithms: a stream that is resumed must go on bit for bit.
+    Float32 products on CUDA are exact ("fp32") or take TF32. cuDNN is held to its deterministic algorithms: a stream
+    that is resumed must go on bit for bit. The caller's autocast does not reach in.
     """
-    if not torch.cuda.is_available():
-        yield
+    if device.type != "cuda":
+        with torch.autocast(device.type, enabled=False):
+            yield
         return
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     try:
-        with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=precision != "fp32"):
+        with (
+            torch.autocast("cuda", enabled=False),
+            torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=precision != "fp32"),
+        ):
             yield
     finally:
         torch.set_float32_matmul_precision(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -73,7 +74,8 @@ class Settings:
         """The settings as plain text and numbers, for records and for telling two apart."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["optimizer"] = getattr(self.optimizer, "__qualname__", repr(self.optimizer))
-        plain["task"], plain["augment"] = repr(self.task), repr(self.augment)
+        for name in ("task", "augment"):
+            plain[name] = getattr(plain[name], "__qualname__", repr(plain[name]))
         return plain
 
 
@@ -91,71 +93,97 @@ class Learner:
 
     def __init__(self, net: YNet, count: int, settings: Settings, shape: tuple[int, ...]) -> None:
         assert settings.task is not None
-        self.settings, self.task = settings, settings.task
-        self.parts: tuple[Part, ...] = ("encoder", "ssl") if settings.update == "encoder+ssl" else ("encoder",)
+        self.net, self.settings, self.task, self.shape = net, settings, settings.task, shape
+        parts: tuple[Part, ...] = ("encoder", "ssl")
+        if settings.update == "encoder" and not _tracks_statistics(net.ssl):
+            parts = ("encoder",)  # a branch that neither learns nor keeps statistics can be held once for all
         device = next(net.parameters()).device
         # Any image does for trying out the replicas, but not a blank one.
         example = Draws.of(0, torch.arange(2, device=device)).uniform(*shape)
-        self.replicas = Replicas(net, count, self.parts, example, check_precision(settings.precision))
-        self.moving = [parameter.requires_grad_(True) for parameter in self.replicas.parameters(self.parts).values()]
-        self.rowwise = is_rowwise(settings)
+        self.replicas = Replicas(net, count, parts, example, check_precision(settings.precision))
+        learning: tuple[Part, ...] = ("encoder", "ssl") if settings.update == "encoder+ssl" else ("encoder",)
+        self.moving = self.replicas.parameters(learning)
+        for parameter in self.moving.values():
+            parameter.requires_grad_(True)
+        # An optimizer that takes every number by itself gets them all as one tensor: one launch moves everything.
+        self.flat = is_rowwise(settings) and len(self.moving) == len(self.replicas.parameters(parts))
         self.optimizer = self._fresh()
         self.graphs: dict[Any, Any] = {}  # recorded episodes by the shape of their images, see adapt.run
-        self.eager = False
+        self.eager = not self.flat
 
     def _fresh(self) -> torch.optim.Optimizer:
-        # An optimizer that takes every number by itself gets them all as one tensor: one launch moves everything.
-        return self.settings.optimizer([self.replicas.numbers] if self.rowwise else self.moving, lr=self.settings.lr)
+        return self.settings.optimizer(list(self._targets().values()), lr=self.settings.lr)
+
+    def _targets(self) -> dict[str, Tensor]:
+        """What the optimizer moves, by name."""
+        return {"numbers": self.replicas.numbers} if self.flat else self.moving
 
     def descend(self, loss: Callable[[], Tensor]) -> None:
         """One step of the optimizer down a loss of the replicas, as a function that computes it."""
 
         def evaluate() -> Tensor:
             value = loss()
-            gradients = torch.autograd.grad(value, self.moving)
-            if self.rowwise:
-                named = dict(zip(self.replicas.parameters(self.parts), gradients, strict=True))
-                self.replicas.numbers.grad = self.replicas.pack(named)
+            gradients = torch.autograd.grad(value, list(self.moving.values()), allow_unused=True)
+            named = dict(zip(self.moving, gradients, strict=True))
+            if self.flat:
+                filled = {name: self._or_zeros(name, gradient) for name, gradient in named.items()}
+                self.replicas.numbers.grad = self.replicas.pack(filled)
             else:
-                for parameter, gradient in zip(self.moving, gradients, strict=True):
-                    parameter.grad = gradient.contiguous()
+                for name, gradient in named.items():
+                    self.moving[name].grad = None if gradient is None else gradient.contiguous()
             return value.detach()
 
         with torch.enable_grad():
             self.optimizer.step(evaluate)  # type: ignore[arg-type]  # torch types the closure as giving a float
 
+    def _or_zeros(self, name: str, gradient: Tensor | None) -> Tensor:
+        return torch.zeros_like(self.moving[name]) if gradient is None else gradient  # a weight the task does not use
+
     def reset(self) -> None:
         """Back to the network as it was given, with a fresh optimizer."""
         self.replicas.reset()
-        if self._memory():
+        if self.optimizer.state:
             self.graphs.clear()  # they would go on with the memory of the optimizer that is dropped here
             self.eager = True
             self.optimizer = self._fresh()
 
-    def snapshot(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def snapshot(self) -> tuple[list[Tensor], Any]:
         """A copy of everything that learning changes, for `restore`."""
-        return self.replicas.snapshot(), {name: value.clone() for name, value in self._memory().items()}
+        memory: Any = {key: value.clone() for key, value in self._memory().items()}
+        return self.replicas.snapshot(), memory if self.flat else copy.deepcopy(self.optimizer.state_dict())
 
     @torch.no_grad()
-    def restore(self, snapshot: tuple[list[Tensor], dict[str, Tensor]], rows: Tensor) -> None:
+    def restore(self, snapshot: tuple[list[Tensor], Any], rows: Tensor) -> None:
         """Put the replicas where `rows`, bool `(S,)`, is true back to a snapshot, their optimizer's memory as well."""
         numbers, memory = snapshot
         self.replicas.restore(numbers, rows)
+        if not self.flat:
+            if rows.all():
+                self.optimizer.load_state_dict(memory)
+            return
         for name, tensor in self._memory().items():
-            # What the optimizer had not yet made when the snapshot was taken starts from zero.
+            # What the optimizer had not yet made when the snapshot was taken starts from zero, see is_rowwise.
             old = memory.get(name, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
-            mask = rows.view(-1, *[1] * (tensor.dim() - 1)) if tensor.dim() else rows.all().to(tensor.device)
+            mask = rows[:, None] if tensor.dim() else rows.all().to(tensor.device)
             tensor.copy_(torch.where(mask, old, tensor))
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of everything that learning changes, by name, in the network's own shapes."""
+        """A copy of everything that learning changes, by name, in the network's own shapes.
+
+        Raises:
+            ValueError: The optimizer remembers things that are no tensors.
+        """
         state = dict(self.replicas.tensors)
-        for name, tensor in self._memory().items():
-            key, parameter = name.split("/", 1)
-            if parameter == "numbers" and tensor.shape == self.replicas.numbers.shape:
-                state |= {f"optimizer/{key}/{part}": view for part, view in self.replicas.unpack(tensor).items()}
-            else:
-                state[f"optimizer/{key}/{parameter}"] = tensor
+        for target, parameter in self._targets().items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if value is None:
+                    continue
+                if not isinstance(value, Tensor):
+                    raise ValueError(f"The optimizer's {key!r} is not a tensor, so this state cannot be saved.")
+                if value.shape == self.replicas.numbers.shape and target == "numbers":
+                    state |= {f"optimizer/{key}/{part}": view for part, view in self.replicas.unpack(value).items()}
+                else:
+                    state[f"optimizer/{key}/{target}"] = value
         return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
 
     @torch.no_grad()
@@ -163,73 +191,115 @@ class Learner:
         """Continue from a state that another learner of the same network and settings made.
 
         Raises:
-            ValueError: A tensor is missing or has another shape; nothing was changed.
+            ValueError: A tensor is missing, unknown or of another shape; nothing was changed.
         """
-        own = self.replicas.tensors
+        own, targets = self.replicas.tensors, self._targets()
         for name, tensor in own.items():
             if name not in state or state[name].shape != tensor.shape:
                 raise ValueError(f"The state does not fit: tensor {name!r} is missing or has another shape.")
         memory: dict[str, dict[str, Tensor]] = {}
         for name in state.keys() - own.keys():
-            _, key, parameter = name.split("/", 2)
-            memory.setdefault(key, {})[parameter] = state[name].detach().clone()
-        optimizer = self._fresh()
-        targets = {"numbers": self.replicas.numbers} | self.replicas.parameters(self.parts)
+            kind, _, rest = name.partition("/")
+            key, _, target = rest.partition("/")
+            if kind != "optimizer":
+                raise ValueError(f"The state does not fit: {name!r} belongs to another network.")
+            if target not in {*targets, *self.moving}:
+                raise ValueError(f"The state does not fit: it has memory of {target!r}, which does not learn.")
+            tensor = state[name].detach().clone()
+            if tensor.dim() and tensor.shape != {**self.moving, **targets}[target].shape:
+                raise ValueError(f"The state does not fit: {name!r} has another shape.")
+            memory.setdefault(key, {})[target] = tensor
+        optimizer, device = self._fresh(), self.replicas.numbers.device
         for key, tensors in memory.items():
-            if self.rowwise and tensors.keys() == self.replicas.parameters(self.parts).keys():
-                tensors = {"numbers": self.replicas.pack({k: v.to(self._device) for k, v in tensors.items()})}
-            for parameter, tensor in tensors.items():
-                if parameter not in targets:
-                    raise ValueError(f"The state does not fit: it has memory of {parameter!r}, which does not learn.")
+            if self.flat and tensors.keys() == self.moving.keys():
+                tensors = {"numbers": self.replicas.pack({name: tensor.to(device) for name, tensor in tensors.items()})}
+            for target, tensor in tensors.items():
                 # torch keeps an optimizer's step counts on the CPU, everything else beside the parameter
-                optimizer.state[targets[parameter]][key] = tensor.to(self._device) if tensor.dim() else tensor
+                optimizer.state[targets[target]][key] = tensor.to(device) if tensor.dim() else tensor
         for name, tensor in own.items():
             tensor.copy_(state[name])
         self.optimizer = optimizer
         self.graphs.clear()
 
-    @property
-    def _device(self) -> torch.device:
-        return self.replicas.numbers.device
-
     def _memory(self) -> dict[str, Tensor]:
-        """What the optimizer remembers, by `key/parameter`."""
-        targets = {"numbers": self.replicas.numbers} | self.replicas.parameters(self.parts)
-        return {
-            f"{key}/{name}": value
-            for name, parameter in targets.items()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
-        }
+        """What the optimizer remembers of the one tensor it moves."""
+        kept = self.optimizer.state.get(self.replicas.numbers, {})
+        return {key: value for key, value in kept.items() if isinstance(value, Tensor)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Learner:
+        # The parameters are views into one tensor; copying them one by one would cut them loose.
+        twin = Learner(self.net, self.replicas.count, self.settings, self.shape)
+        twin.load(self.state())
+        return twin
+
+
+def _tracks_statistics(module: nn.Module) -> bool:
+    return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
 
 
 def is_rowwise(settings: Settings) -> bool:
-    """Whether the optimizer treats stacked parameters as it would each row alone; tried out, not guessed."""
+    """Whether the optimizer treats stacked parameters as it would each row alone; tried out, not guessed.
+
+    It must also go on from a memory of zeros as it begins without any, which is how a row is put back to the start.
+    """
     numbers = Draws.of(0, torch.arange(2)).normal(4, 3, 3)  # two rows: a start and three gradients
     ends = []
-    for rows in ([slice(0, 1), slice(1, 2)], [slice(0, 2)]):
+    for rows, from_zeros in (([slice(0, 1), slice(1, 2)], False), ([slice(0, 2)], False), ([slice(0, 2)], True)):
         parts = []
         for row in rows:
             parameter = nn.Parameter(numbers[row, 0].clone())
             optimizer = settings.optimizer([parameter], lr=settings.lr)
-            for step in (1, 2, 3):
-                parameter.grad = numbers[row, step].clone()
-                try:
-                    optimizer.step()
-                except TypeError:  # it wants to evaluate the loss itself
-                    return False
+            try:
+                if from_zeros:
+                    _step(optimizer, parameter, numbers[row, 1])
+                    for value in optimizer.state[parameter].values():
+                        if isinstance(value, Tensor):
+                            value.zero_()
+                    parameter.data.copy_(numbers[row, 0])
+                for step in (1, 2, 3):
+                    _step(optimizer, parameter, numbers[row, step])
+            except TypeError:  # it wants to evaluate the loss itself
+                return False
             parts.append(parameter.detach())
         ends.append(torch.cat(parts))
-    return torch.allclose(*ends, rtol=1e-6, atol=0)
+    return all(torch.allclose(end, ends[0], rtol=1e-6, atol=0) for end in ends)
+
+
+def has_rows(settings: Settings) -> bool:
+    """Whether all that the optimizer remembers is kept for each number, so that a row's memory can stand still."""
+    parameter = nn.Parameter(torch.ones(2, 3))
+    optimizer = settings.optimizer([parameter], lr=settings.lr)
+    _step(optimizer, parameter, torch.ones(2, 3))
+    kept = optimizer.state[parameter].values()
+    return all(value is None or (isinstance(value, Tensor) and value.shape == parameter.shape) for value in kept)
+
+
+def _step(optimizer: torch.optim.Optimizer, parameter: Tensor, gradient: Tensor) -> None:
+    parameter.grad = gradient.clone()
+    optimizer.step()
 
 
 def load_learner(net: YNet, count: int, settings: Settings, state: Mapping[str, Tensor]) -> Learner | None:
-    """The learner in an adapter's saved state (its names begin with `learner/`), or None if it had not begun."""
+    """The learner in an adapter's saved state (its names begin with `learner/`), or None if it had not begun.
+
+    Raises:
+        ValueError: The state does not fit.
+    """
     learned = {name.removeprefix("learner/"): tensor for name, tensor in state.items() if name.startswith("learner/")}
     if not learned:
         return None
-    side = net.card.size or 32
+    shape = learned.pop("shape", None)
+    if shape is None or shape.shape != (3,):
+        raise ValueError("The state does not fit: the shape of its images is missing.")
     with torch.inference_mode(False):
-        learner = Learner(net, count, settings, (len(net.card.mean), side, side))
+        learner = Learner(net, count, settings, tuple(int(side) for side in shape))
         learner.load(learned)
     return learner
+
+
+def save_learner(learner: Learner | None) -> dict[str, Tensor]:
+    """A learner for an adapter's state, as `load_learner` reads it."""
+    if learner is None:
+        return {}
+    state = learner.state() | {"shape": torch.tensor(learner.shape)}
+    return {f"learner/{name}": tensor for name, tensor in state.items()}

@@ -86,7 +86,7 @@ class Draws:
             seed: Any integer; only its low 64 bits count.
             samples: Integer tensor of any shape; its device is where numbers are drawn.
         """
-        return Draws(_mix(samples.to(torch.int64) * _GOLDEN + _signed(seed * 0x2545F4914F6CDD1D + 1)))
+        return Draws(_mix(samples.to(torch.int64) * _GOLDEN + _signed(int(seed) * 0x2545F4914F6CDD1D + 1)))
 
     def fold(self, number: int | Tensor) -> Draws:
         """New streams that also depend on `number` (a step, a copy); a tensor broadcasts against the keys."""
@@ -110,7 +110,7 @@ class Draws:
         """64 random bits for each element, `(*keys.shape, *shape)`."""
         count = math.prod(shape)
         counter = torch.arange(1, count + 1, device=self.keys.device) * _GOLDEN
-        return _mix(self.keys.unsqueeze(-1) + counter).view(*self.keys.shape, *shape)
+        return _mix(self.keys.unsqueeze(-1) + counter).view((*self.keys.shape, *shape))
 
     def integers(self, high: int | Tensor, *shape: int) -> Tensor:
         """Integers in 0..high-1, int64 `(*keys.shape, *shape)`; `high` at most 2³¹, a tensor broadcasts."""
@@ -128,4 +128,4 @@ class Draws:
         radius = radius.log_().mul_(-2).sqrt_()
         angle = ((bits >> 8) & 0xFFFFFF).to(torch.float32) * (2 * math.pi * 2.0**-24)
         pairs = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1)
-        return pairs.flatten(-2)[..., :count].reshape(*self.keys.shape, *shape)
+        return pairs.flatten(-2)[..., :count].reshape((*self.keys.shape, *shape))

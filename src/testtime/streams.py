@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from testtime.adapt import Adapter, Prediction, run
-from testtime.learner import Learner, Settings, is_rowwise, load_learner
+from testtime.adapt import Adapter, run
+from testtime.learner import Learner, Settings, has_rows, is_rowwise, load_learner, save_learner
 from testtime.networks.ynet import YNet
+from testtime.prediction import Prediction
 
 
 class Streams(Adapter):
@@ -32,22 +33,24 @@ class Streams(Adapter):
         super().__init__(net, Settings(steps=steps, **settings))
         if self.settings.share != "image":
             raise ValueError("Streams take one image each, so there is no batch to `share`.")
-        if not is_rowwise(self.settings):
-            raise ValueError("This optimizer's step mixes streams; use one that treats every number by itself, as SGD.")
+        if not (is_rowwise(self.settings) and has_rows(self.settings)):
+            raise ValueError("This optimizer's steps or memory mix streams; use SGD, with momentum or without.")
 
     def reset(self, streams: Tensor | None = None) -> None:
         """Forget everything, or what the given streams, int `(M,)`, learned and counted."""
-        if streams is None:
-            super().reset()
-            self._learner: Learner | None = None
-            self._numbers = torch.zeros(self.count, dtype=torch.int64)
-            return
-        chosen = torch.zeros(self.count, dtype=torch.bool)
-        chosen[streams] = True
-        self._numbers[chosen] = 0
-        if self._learner is not None:
-            fresh = Learner(self._networks[0], self.count, self.settings, self._shape)
-            self._learner.restore(fresh.snapshot(), chosen.to(self._device))
+        with torch.inference_mode(False):
+            if streams is None:
+                super().reset()
+                self._learner: Learner | None = None
+                self._numbers = torch.zeros(self.count, dtype=torch.int64)
+                return
+            self._check_streams(streams, len(streams))
+            chosen = torch.zeros(self.count, dtype=torch.bool)
+            chosen[streams.cpu()] = True
+            self._numbers[chosen] = 0
+            if self._learner is not None:
+                fresh = Learner(self._networks[0], self.count, self.settings, self._learner.shape)
+                self._learner.restore(fresh.snapshot(), chosen.to(self._device))
 
     def predict(self, images: Tensor, samples: Tensor | None = None, *, streams: Tensor | None = None) -> Prediction:
         """Adapt each stream to its next image and predict it.
@@ -60,35 +63,36 @@ class Streams(Adapter):
         Raises:
             ValueError: Images, numbers or streams do not fit; nothing was learned.
         """
+        self._check(images, samples)
         if streams is None:
             streams = torch.arange(self.count)
-        streams = streams.cpu()
-        if streams.shape != images.shape[:1] or streams.is_floating_point():
-            raise ValueError(f"`streams` must be {len(images)} integers, got {streams.dtype} {tuple(streams.shape)}.")
-        if len(streams.unique()) < len(streams) or (streams < 0).any() or (streams >= self.count).any():
-            raise ValueError(f"`streams` must be different numbers from 0 to {self.count - 1}, got {streams.tolist()}.")
-        self._streams = streams
-        answers = super().predict(images, self._numbers[streams] if samples is None else samples)
-        self._numbers[streams] += 1
+        self._check_streams(streams, len(images))
+        with torch.inference_mode(False):
+            self._streams = streams.cpu().clone()
+            answers = super().predict(images, self._numbers[self._streams] if samples is None else samples)
+            self._numbers[self._streams] += 1
         return answers
+
+    def _check_streams(self, streams: Tensor, count: int) -> None:
+        if streams.shape != (count,) or streams.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"`streams` must be {count} integers, got {streams.dtype} {tuple(streams.shape)}.")
+        if len(streams.unique()) < count or (streams < 0).any() or (streams >= self.count).any():
+            raise ValueError(f"`streams` must be different numbers from 0 to {self.count - 1}, got {streams.tolist()}.")
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         if self.settings.steps == 0 or len(images) == 0:
             return self._unadapted(images)
-        self._shape = tuple(images.shape[1:])
+        shape = tuple(images.shape[1:])
         if self._learner is None:
-            self._learner = Learner(self._networks[0], self.count, self.settings, self._shape)
+            self._learner = Learner(self._networks[0], self.count, self.settings, shape)
         chosen = self._streams.to(images.device)
-        all_images = images.new_zeros(self.count, 1, *self._shape)
+        all_images = images.new_zeros(self.count, 1, *shape)
         all_samples, active = samples.new_zeros(self.count, 1), chosen.new_zeros(self.count, dtype=torch.bool)
         all_images[chosen, 0], all_samples[chosen, 0], active[chosen] = images, samples, True
         return run(self._learner, all_images, all_samples, active)[chosen, 0]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        state = super().state_dict() | {"numbers": self._numbers.clone()}
-        if self._learner is not None:
-            state |= {f"learner/{name}": tensor for name, tensor in self._learner.state().items()}
-        return state
+        return super().state_dict() | {"numbers": self._numbers.clone()} | save_learner(self._learner)
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
         if "numbers" not in state or state["numbers"].shape != (self.count,):

@@ -14,7 +14,9 @@ On CUDA, convolution and GroupNorm have kernels of ours (testtime/kernels.py); e
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from testtime.networks.resnet import AddingConv2d, GroupNormReLU
 from testtime.networks.ynet import YNet
@@ -66,7 +69,10 @@ class Replicas:
             if name == "encoder" and given is not None:
                 with torch.no_grad():
                     inputs = module(given)  # what the two branches will see
-            self.parts[name] = _replicate(module, count, given, name) if name in parts else _share(module, dtype)
+            if name in parts:
+                self.parts[name] = _replicate(module, count, given, name)
+            else:
+                self.parts[name] = _share(module, given, dtype)
         self.tensors: dict[str, Tensor] = {}
         for name in parts:
             inner = self.parts[name].inner
@@ -185,14 +191,14 @@ def _channels_innermost(stacked: Tensor) -> Tensor:
 
 
 class _Plain(nn.Module):
-    """A part that is held once, serves all replicas, and has layers that are not known here."""
+    """A part that is held once and serves the replicas one after another, where it cannot serve them at once."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.inner = module.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return torch.stack([self.inner(batch.contiguous()) for batch in x])
 
 
 class _Tall(nn.Module):
@@ -200,7 +206,7 @@ class _Tall(nn.Module):
 
     def __init__(self, module: nn.Module, count: int) -> None:
         super().__init__()
-        self.inner = _heighten(module, count)
+        self.inner = _heighten(module, _Stacking(count))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(_join(x)).unflatten(0, x.shape[:2])
@@ -218,11 +224,11 @@ class _Mapped(nn.Module):
         super().__init__()
         self.template = [module]  # in a list: its own tensors are only placeholders and not part of the state
         self.inner = copy.deepcopy(module)
+        stack = _Stacking(count)
         for owner in self.inner.modules():
             for tensors in (owner._parameters, owner._buffers):
                 for name, tensor in tensors.items():
-                    if tensor is not None:
-                        tensors[name] = _stack(tensor, count)
+                    tensors[name] = stack(tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         for own, inner in zip(self.template[0].modules(), self.inner.modules(), strict=True):
@@ -232,23 +238,39 @@ class _Mapped(nn.Module):
         def one(tensors: dict[str, Tensor], batch: Tensor) -> Tensor:
             return functional_call(self.template[0], tensors, batch)
 
-        return vmap(one, randomness="different")(state, x)
+        with sdpa_kernel(SDPBackend.MATH):  # the fused forms have no rule for mapping
+            return vmap(one, randomness="different")(state, x.contiguous())
 
 
-def _stack(tensor: Tensor, count: int) -> Any:
-    stacked = tensor.detach().unsqueeze(0).repeat(count, *[1] * tensor.dim())
-    return nn.Parameter(stacked, requires_grad=False) if isinstance(tensor, nn.Parameter) else stacked
+class _Stacking:
+    """Makes stacked tensors `(S, *shape)` of a module's tensors; what was one tensor in two places stays one."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.made: dict[int, tuple[Tensor, Any]] = {}
+        self.layers: dict[int, tuple[nn.Module, nn.Module]] = {}
+
+    def __call__(self, tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        if id(tensor) not in self.made:
+            stacked = tensor.detach().unsqueeze(0).repeat(self.count, *[1] * tensor.dim())
+            if isinstance(tensor, nn.Parameter):
+                stacked = nn.Parameter(stacked, requires_grad=False)
+            self.made[id(tensor)] = tensor, stacked  # the original as well: its id must not be given away
+        return self.made[id(tensor)][1]
 
 
-def _share(module: nn.Module, dtype: torch.dtype) -> _Tall | _Plain:
+def _share(module: nn.Module, inputs: Tensor | None, dtype: torch.dtype) -> _Tall | _Plain:
     """A part held once for all replicas: one replica that all their images go through."""
-    return _Tall(module, 1) if _unknown_layer(module) is None else _Plain(module, dtype)
+    unfit = _unknown_layer(module) or (inputs is not None and _tall_is_wrong(module, inputs, count=1))
+    return _Plain(module, dtype) if unfit else _Tall(module, 1)
 
 
 def _replicate(module: nn.Module, count: int, inputs: Tensor | None, name: str) -> _Tall | _Mapped:
     reason = _unknown_layer(module)
     if reason is None and inputs is not None:
-        reason = _tall_is_wrong(module, inputs)
+        reason = _tall_is_wrong(module, inputs, count=2)
     if reason is None:
         return _Tall(module, count)
     log.info("replicas of the %s go through vmap: %s", name, reason)
@@ -256,16 +278,22 @@ def _replicate(module: nn.Module, count: int, inputs: Tensor | None, name: str) 
 
 
 @torch.no_grad()
-def _tall_is_wrong(module: nn.Module, inputs: Tensor) -> str | None:
-    """Compare two different replicas in the tall form with the module itself; say what differs, if anything."""
-    tall = _Tall(copy.deepcopy(module), 2)
+def _tall_is_wrong(module: nn.Module, inputs: Tensor, count: int) -> str | None:
+    """Compare the tall form of `count` replicas, 1 or 2, with the module itself; say what differs, if anything.
+
+    Two batches go through it, different in scale and order; with two replicas the second has other weights as well.
+    """
+    tall = _Tall(copy.deepcopy(module), count)
     other = copy.deepcopy(module)
-    for name, stacked in tall.inner.named_parameters():
-        stacked[1].mul_(0.5)  # different but tame
-        other.get_parameter(name).mul_(0.5)
+    if count == 2:
+        for name, stacked in tall.inner.named_parameters():
+            stacked[1].mul_(0.5)  # different but tame
+            other.get_parameter(name).mul_(0.5)
+    second = inputs.flip(0) * 0.5 + 0.25
     try:
-        together = tall(torch.stack([inputs, inputs.flip(0)]))
-        alone = torch.stack([module(inputs), other(inputs.flip(0))])
+        with contextlib.redirect_stderr(io.StringIO()):  # traced models print where they fail, besides raising
+            together = tall(torch.stack([inputs, second]))
+        alone = torch.stack([module(inputs), other(second)])
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         return f"one behind the other it fails with {error}"
     if together.shape != alone.shape:
@@ -278,10 +306,9 @@ def _tall_is_wrong(module: nn.Module, inputs: Tensor) -> str | None:
 class _Conv2d(nn.Module):
     """Convolution with its own filters for every B images."""
 
-    def __init__(self, layer: nn.Conv2d, count: int) -> None:
+    def __init__(self, layer: nn.Conv2d, stack: _Stacking) -> None:
         super().__init__()
-        self.weight = _stack(layer.weight, count)  # (S, outputs, inputs / groups, k, k)
-        self.bias = None if layer.bias is None else _stack(layer.bias, count)
+        self.weight, self.bias = stack(layer.weight), stack(layer.bias)  # (S, outputs, inputs / groups, k, k)
         self.stride, self.dilation, self.groups = layer.stride, layer.dilation, layer.groups
         self.padding: Any = layer.padding  # a pair or "same"
 
@@ -311,9 +338,9 @@ class _Conv2d(nn.Module):
 class _GroupNorm(nn.Module):
     """GroupNorm, with ReLU behind it or not, with its own scale and shift for every B images."""
 
-    def __init__(self, layer: nn.GroupNorm, count: int) -> None:
+    def __init__(self, layer: nn.GroupNorm, stack: _Stacking) -> None:
         super().__init__()
-        self.weight, self.bias = _affine(layer, count)
+        self.weight, self.bias = stack(layer.weight), stack(layer.bias)
         self.groups, self.eps, self.relu = layer.num_groups, layer.eps, isinstance(layer, GroupNormReLU)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -337,11 +364,11 @@ class _BatchNorm(nn.Module):
     running_var: Tensor
     num_batches_tracked: Tensor
 
-    def __init__(self, layer: nn.BatchNorm2d | nn.BatchNorm1d, count: int) -> None:
+    def __init__(self, layer: nn.BatchNorm2d | nn.BatchNorm1d, stack: _Stacking) -> None:
         super().__init__()
-        self.weight, self.bias = _affine(layer, count)
+        self.weight, self.bias = stack(layer.weight), stack(layer.bias)
         for name, buffer in layer.named_buffers():
-            self.register_buffer(name, _stack(buffer, count))
+            self.register_buffer(name, stack(buffer))
         self.eps, self.momentum = layer.eps, layer.momentum
 
     def forward(self, x: Tensor) -> Tensor:
@@ -358,9 +385,9 @@ class _BatchNorm(nn.Module):
 class _LayerNorm(nn.Module):
     """LayerNorm over the last axis with its own scale and shift for every B images."""
 
-    def __init__(self, layer: nn.LayerNorm, count: int) -> None:
+    def __init__(self, layer: nn.LayerNorm, stack: _Stacking) -> None:
         super().__init__()
-        self.weight, self.bias = _affine(layer, count)
+        self.weight, self.bias = stack(layer.weight), stack(layer.bias)
         self.eps = layer.eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -371,9 +398,9 @@ class _LayerNorm(nn.Module):
 class _Linear(nn.Module):
     """A linear layer with its own weights for every B images."""
 
-    def __init__(self, layer: nn.Linear, count: int) -> None:
+    def __init__(self, layer: nn.Linear, stack: _Stacking) -> None:
         super().__init__()
-        self.weight, self.bias = _affine(layer, count)
+        self.weight, self.bias = stack(layer.weight), stack(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         count, outputs, inputs = self.weight.shape
@@ -384,11 +411,6 @@ class _Linear(nn.Module):
         else:
             y = torch.baddbmm(self.bias.to(x.dtype).unsqueeze(1), rows, weight)
         return y.view(*x.shape[:-1], outputs)
-
-
-def _affine(layer: Any, count: int) -> tuple[Any, Any]:
-    weight, bias = (None if tensor is None else _stack(tensor, count) for tensor in (layer.weight, layer.bias))
-    return weight, bias
 
 
 def _concatenate(pieces: list[Tensor]) -> Tensor:
@@ -458,10 +480,12 @@ def _unknown_layer(module: nn.Module) -> str | None:
     return None
 
 
-def _heighten(module: nn.Module, count: int) -> nn.Module:
+def _heighten(module: nn.Module, stack: _Stacking) -> nn.Module:
     """The tall form of a module: every layer with parameters is replaced, all other code is kept."""
     if type(module) in _TALL:
-        return _TALL[type(module)](module, count).eval()
-    for name, child in module.named_children():
-        setattr(module, name, _heighten(child, count))
+        if id(module) not in stack.layers:
+            stack.layers[id(module)] = module, _TALL[type(module)](module, stack).eval()
+        return stack.layers[id(module)][1]
+    for name, child in module._modules.items():  # not named_children: a layer in two places must be replaced in both
+        module._modules[name] = None if child is None else _heighten(child, stack)
     return module

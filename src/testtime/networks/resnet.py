@@ -8,6 +8,7 @@ the paper's choice, because a batch made of one image has no useful batch statis
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -173,7 +174,8 @@ def build(card: Card) -> YNet:
     name = arguments.pop("name", None)
     if name not in builders:
         raise ValueError(f"no builder is called {name!r}")
-    return builders[name](**arguments)
+    net = builders[name](**arguments)
+    return YNet(net.encoder, net.classifier, net.ssl, replace(net.card, mean=card.mean, std=card.std))
 
 
 def _imagenet_resnet(

@@ -82,6 +82,12 @@ class YNet(nn.Module):
         self.register_buffer("mean", torch.tensor(self.card.mean).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(self.card.std).view(-1, 1, 1), persistent=False)
 
+    @property
+    def channels(self) -> int | None:
+        """Channels of the images it takes, or None where that cannot be told."""
+        first = next((module for module in self.encoder.modules() if isinstance(module, nn.Conv2d)), None)
+        return None if first is None else first.in_channels
+
     def normalise(self, images: Tensor) -> Tensor:
         """Images `(..., C, H, W)`, uint8 or floats in [0, 1], as the encoder expects them."""
         if images.dtype == torch.uint8:
@@ -114,7 +120,8 @@ class YNet(nn.Module):
     def save(self, path: str | Path) -> None:
         """Write weights and card to one safetensors file, whole or not at all."""
         metadata = {_KEY: json.dumps({"format": _FORMAT, **asdict(self.card)})}
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        # Clones, because safetensors refuses tensors that share memory, as tied weights do.
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.state_dict().items()}
         with whole_file(path) as temporary:
             save_file(tensors, temporary, metadata=metadata)
 
@@ -194,12 +201,14 @@ def _read(path: Path) -> tuple[Card, dict[str, Tensor]]:
     try:
         fields = json.loads(metadata[_KEY])
         version = fields.pop("format")
+        if version != _FORMAT:
+            raise CheckpointError(f"{path}: format {version}; this version of testtime reads format {_FORMAT}.")
         fields |= {name: tuple(fields[name]) for name in ("classes", "mean", "std")}
         card = Card(**fields)
+    except CheckpointError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: its testtime description cannot be read ({error!r}).") from None
-    if version != _FORMAT:
-        raise CheckpointError(f"{path}: format {version}; this version of testtime reads format {_FORMAT}.")
     return card, tensors
 
 
@@ -260,11 +269,11 @@ def split(
 
 
 def _trace(model: nn.Module) -> fx.Graph:
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     try:
         graphs = []
         for mode in (False, True):
-            for module in model.modules():  # not .train(mode): models may override it
+            for module, _ in modes:  # not .train(mode): models may override it
                 module.training = mode
             graphs.append(fx.Tracer().trace(model))
     except Exception as error:
@@ -273,7 +282,8 @@ def _trace(model: nn.Module) -> fx.Graph:
             "Build YNet(encoder, classifier, ssl) from its parts instead."
         ) from None
     finally:
-        model.train(training)
+        for module, mode in modes:
+            module.training = mode
     if str(graphs[0]) != str(graphs[1]):
         raise ValueError(
             "This model computes differently in training mode by its own code, so it cannot be traced once for both. "
@@ -316,12 +326,13 @@ def _cut(model: nn.Module, graph: fx.Graph, end: fx.Node) -> tuple[fx.GraphModul
     for node in graph.nodes:
         if node.op == "get_attr" or (node > end and node not in copied):
             copied[node] = back.node_copy(node, lambda old: copied[old])
-    parts = fx.GraphModule(model, front), fx.GraphModule(model, back)
-    for part in parts:
-        part.graph.eliminate_dead_code()  # weights that only the other part reads
-        part.delete_all_unused_submodules()
-        part.recompile()
-    return parts
+    return _with_what_it_uses(model, front), _with_what_it_uses(model, back)
+
+
+def _with_what_it_uses(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    whole = fx.GraphModule(model, graph)
+    whole.graph.eliminate_dead_code()  # weights that only the other part reads
+    return fx.GraphModule(whole, whole.graph)  # takes along what the graph still names
 
 
 def _last_layer(head: fx.GraphModule) -> tuple[str, nn.Linear] | None:

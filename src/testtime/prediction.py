@@ -1,0 +1,48 @@
+"""What an adapter answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What an adapter answers for N images. No tensor holds a graph.
+
+    Attributes:
+        logits: Class logits after adaptation, `(N, K)`.
+        logits_before: Class logits of the same network before this adaptation, `(N, K)`.
+        loss_before: The task's loss on the image before adaptation, `(N,)`.
+        loss_after: The task's loss on the image after adaptation, `(N,)`.
+        confidence: The task's confidence in the plain image before adaptation, in [0, 1], `(N,)`.
+        adapted: Whether the answer comes from a network that learned from the image, bool `(N,)`.
+        rolled_back: Whether the guard undid what was learned, bool `(N,)`.
+    """
+
+    logits: Tensor
+    logits_before: Tensor
+    loss_before: Tensor
+    loss_after: Tensor
+    confidence: Tensor
+    adapted: Tensor
+    rolled_back: Tensor
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    @property
+    def classes(self) -> Tensor:
+        """The predicted classes, `(N,)`."""
+        return self.logits.argmax(-1)
+
+    @staticmethod
+    def join(parts: list[Prediction]) -> Prediction:
+        """One prediction for the images of several, in their order."""
+        return Prediction(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Prediction)))
+
+    def __getitem__(self, index: Any) -> Prediction:
+        return Prediction(*(getattr(self, f.name)[index] for f in fields(Prediction)))
