@@ -73,6 +73,7 @@ def test_every_figure_is_there_valid_and_the_same_each_time(results: Results) ->
     drawings = list(draw_all(results, paper=True))
     assert [(kind, table.level) for kind, table, _ in drawings] == [
         ("bars", 5),
+        ("levels", 5),
         ("streams", 5),
         ("flips", 5),
         ("bars", 3),

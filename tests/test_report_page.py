@@ -100,9 +100,23 @@ def test_a_loss_is_not_told_as_a_gain(tmp_path: Path) -> None:
         units["fixed", f"digits-c/{name}/5", 0] = make_columns(np.arange(40) >= 10)
         units["online", f"digits-c/{name}/5", 0] = make_columns(np.arange(40) >= 20)
     words = tell(collect([make_run(tmp_path / "run", units)]), "error")
-    assert words["headline"] == "Learning at test time did not help on 2 shifts: error 25.0% before, 50.0% after"
+    assert words["headline"] == "Learning at test time raised the error on 2 shifts from 25.0% to 50.0%"
     assert "25.0% more of the images" in words["lead"]
-    assert "worse on 2" in words["lead"]
+    assert "Of the 2 sets it is worse on 2 (p < 0.05)." in words["lead"]
+
+
+def test_chance_is_not_told_as_a_gain(tmp_path: Path) -> None:
+    units = {}
+    for name in ("fog", "snow"):
+        units["fixed", f"digits-c/{name}/5", 0] = make_columns(np.arange(40) >= 10)
+        units["online", f"digits-c/{name}/5", 0] = make_columns(np.arange(40) >= 9)
+    results = collect([make_run(tmp_path / "run", units)])
+    words = tell(results, "error")
+    assert words["headline"] == (
+        "Learning at test time made no clear difference on 2 shifts: error 25.0% before, 22.5% after"
+    )
+    assert "On each of the 2 sets the difference could be chance." in words["lead"]
+    assert "accuracy 75.0% before, 77.5% after" in tell(results, "accuracy")["headline"]
 
 
 def test_words_for_one_method_or_an_unfinished_run(tmp_path: Path) -> None:

@@ -5,14 +5,23 @@ Each function takes results (or plain arrays) and gives a `Drawing`, which makes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from testtime.report.canvas import Drawing, Tones, colour_of
 from testtime.report.paper import Measure
-from testtime.report.results import BASELINE, MEAN, Results, Table, column_short, column_title, method_title
+from testtime.report.results import (
+    BASELINE,
+    MEAN,
+    Results,
+    Table,
+    column_short,
+    column_title,
+    method_title,
+    order_methods,
+)
 from testtime.report.statistics import fit_line
 
 if TYPE_CHECKING:
@@ -82,18 +91,8 @@ def draw_bars(table: Table, measure: Measure = "error", paper: bool = False) -> 
                 known = [table.paper_value(method, table.columns[at], measure) for at in places]
                 pairs = [(at, value) for at, value in zip(x, known, strict=True) if value is not None]
                 if pairs:
-                    label = None if shown else _PAPER
+                    _diamonds(axes, tones, pairs, tones.ink, None if shown else _PAPER)
                     shown = True
-                    axes.plot(
-                        *zip(*pairs, strict=True),
-                        linestyle="none",
-                        marker="D",
-                        markersize=3.2,
-                        markerfacecolor=tones.paper,
-                        markeredgecolor=tones.ink,
-                        markeredgewidth=0.8,
-                        label=label,
-                    )
         names = [column_short(column) for column in table.columns]
         long = max(map(len, names)) > 8
         axes.set_xticks(range(len(names)), names, rotation=30 if long else 60, ha="right", rotation_mode="anchor")
@@ -156,16 +155,18 @@ def stream_verdicts(results: Results, name: str) -> dict[str, np.ndarray]:
     fixed = results.sources.get((BASELINE, name), ())
     if not online or not fixed:
         return {}
-    by_sample: dict[int, float] = {}
+    base, samples = [], np.zeros(0, np.int32)
     for source in fixed:
         columns = source.unit.columns()
-        for sample, right in zip(columns["sample"].tolist(), columns["is_right"].tolist(), strict=True):
-            by_sample[sample] = by_sample.get(sample, 0.0) + right / len(fixed)
+        order = np.argsort(columns["sample"], kind="stable")
+        samples = columns["sample"][order]
+        base.append(columns["is_right"][order].astype(float))
+    share = np.mean(base, 0)
     after, before = [], []
     for source in online:
         columns = source.unit.columns()
         after.append(columns["is_right"].astype(float))
-        before.append(np.array([by_sample[sample] for sample in columns["sample"].tolist()]))
+        before.append(share[np.searchsorted(samples, columns["sample"])])
     return {BASELINE: np.mean(before, 0), "online": np.mean(after, 0)}
 
 
@@ -239,6 +240,38 @@ def draw_flips(table: Table) -> Drawing | None:
     title = f"{table.title}: images that became right and wrong"
     width = min(_WIDTH, 2.4 + 2.2 * len(methods))
     return Drawing(f"flips-{_slug(table)}", title, (width, 0.24 * len(columns) + 1.3), draw)
+
+
+def draw_levels(tables: Sequence[Table], measure: Measure = "error", paper: bool = False) -> Drawing:
+    """The mean over the shifts at every level, a line for each method; the paper's as diamonds."""
+    tables = sorted(tables, key=lambda table: table.level or 0)
+    methods = order_methods({method for table in tables for method, row in table.rows.items() if MEAN in row})
+
+    def draw(figure: Figure, tones: Tones) -> None:
+        axes = figure.add_subplot()
+        for method in methods:
+            own = [table for table in tables if MEAN in table.rows.get(method, {})]
+            levels = [table.level or 0 for table in own]
+            cells = [table.rows[method][MEAN] for table in own]
+            ends = [cell.ends(measure) for cell in cells]
+            colour = colour_of(method, methods)
+            axes.vlines(levels, [end.low for end in ends], [end.high for end in ends], color=colour, linewidth=1.6)
+            values = [cell.value(measure) for cell in cells]
+            (line,) = axes.plot(levels, values, "o-", color=colour, linewidth=1.9, label=method_title(method))
+            line.set_dashes(_DASHES.get(method, (None, None)))
+            known = [(table.level or 0, table.paper_value(method, MEAN, measure)) for table in own] if paper else []
+            pairs = [(level, value) for level, value in known if value is not None]
+            if pairs:
+                _diamonds(axes, tones, pairs, colour)
+        axes.set_xticks([table.level or 0 for table in tables])
+        axes.set_ylim(0)
+        axes.set_xlabel("level")
+        axes.set_ylabel(f"mean {measure} in %")
+        axes.grid(axis="y")
+        _legend(figure, axes)
+
+    title = f"{tables[0].family}: mean {measure} at every level"
+    return Drawing(f"levels-{_slug(tables[0])}", title, (5.4, 3.4), draw)
 
 
 def draw_cost(results: Results, table: Table, measure: Measure = "error") -> Drawing:
@@ -330,6 +363,9 @@ def draw_all(results: Results, measure: Measure = "error", paper: bool = False) 
         if table.level is None or table.family in families:
             continue
         families.add(table.family)  # the hardest level shows how it goes; the others would repeat it
+        levels = [other for other in results.tables if other.family == table.family]
+        if len(levels) > 1:
+            yield "levels", table, draw_levels(levels, measure, paper)
         for kind, drawing in (("streams", draw_streams(results, table)), ("flips", draw_flips(table))):
             if drawing is not None:
                 yield kind, table, drawing
@@ -352,13 +388,31 @@ def _hide_rest(grid: np.ndarray, count: int, across: int) -> None:
             grid.flat[place - across].tick_params(labelbottom=True)
 
 
+def _diamonds(
+    axes: Axes, tones: Tones, pairs: Sequence[tuple[float, float]], colour: str, label: str | None = None
+) -> None:
+    """The paper's values."""
+    axes.plot(
+        [at for at, _ in pairs],
+        [value for _, value in pairs],
+        linestyle="none",
+        marker="D",
+        markersize=4,
+        markerfacecolor=tones.paper,
+        markeredgecolor=colour,
+        markeredgewidth=0.9,
+        zorder=4,
+        label=label,
+    )
+
+
 def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda place: labels[place] == _PAPER)  # points come before bars otherwise
     figure.legend(
         [handles[place] for place in order],
         [labels[place] for place in order],
-        ncols=min(5, len(labels)),
+        ncols=min(5 if figure.get_figwidth() > 6 else 2, len(labels)),
         loc="outside upper left",
         fontsize=10,
         handlelength=1.5,

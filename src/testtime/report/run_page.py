@@ -33,13 +33,15 @@ _ABOUT = {
     "episodic": "learns from one image, then forgets",
     "online": "learns from each image and keeps it",
 }
-_CAPTIONS = {
+_CAPTIONS = {  # in the order of the page
+    "gradual": "In a sliding window along the stream, while the noise grows.",
     "bars": "Thin lines are 95% intervals over images.",
     "streams": "In a sliding window along the stream; both lines saw the same images in the same order.",
-    "gradual": "In a sliding window along the stream, while the noise grows.",
-    "flips": "Against fixed, on the same images.",
+    "levels": "The mean over the shifts; thin lines are 95% intervals.",
     "cost": "Time as measured in the runs, on the hardware below; thin lines are 95% intervals.",
+    "flips": "Against fixed, on the same images.",
 }
+_ORDER = tuple(_CAPTIONS)
 
 
 def render_run_page(
@@ -85,7 +87,7 @@ def render_run_page(
                     "caption": _caption(kind, table, measure, paper),
                     "whole": kind in ("bars", "streams", "gradual"),
                 }
-                for kind, owner, drawing in drawings
+                for kind, owner, drawing in sorted(drawings, key=lambda entry: _ORDER.index(entry[0]))
                 if owner is table
             ],
         }
@@ -126,11 +128,12 @@ def tell(results: Results, measure: Measure) -> dict[str, str]:
         return words | {"headline": text, "lead": "There is nothing to compare it with yet."}
     base, cell = rows[BASELINE], rows[learner]
     old, new = f"{base.value(measure):.1f}%", f"{cell.value(measure):.1f}%"
-    if cell.error < base.error:
-        verb = f"cut the error {where} from" if measure == "error" else f"raised the accuracy {where} from"
-        headline = f"Learning at test time {verb} {old} to {new}"
+    verbs = {"error": ("cut", "raised"), "accuracy": ("raised", "lowered")}[measure]
+    if cell.mark:
+        verb = verbs[0] if cell.mark == "*" else verbs[1]
+        headline = f"Learning at test time {verb} the {measure} {where} from {old} to {new}"
     else:
-        headline = f"Learning at test time did not help {where}: {measure} {old} before, {new} after"
+        headline = f"Learning at test time made no clear difference {where}: {measure} {old} before, {new} after"
     return words | {"headline": headline, "lead": _lead(table, learner, base, cell)}
 
 
@@ -143,9 +146,13 @@ def _lead(table: Table, learner: str, base: Cell, cell: Cell) -> str:
     ]
     marks = [table.rows[learner][column].mark for column in table.shifted if column in table.rows[learner]]
     if len(marks) > 1:
-        counted = {"better": marks.count("*"), "worse": marks.count("†"), "neither, beyond chance,": marks.count("")}
-        told = [f"{word} on {number}" for word, number in counted.items() if number]
-        parts.append(f"Of the {len(marks)} sets it is {_join(told)} (p < {SIGNIFICANT}).")
+        counted = {"better": marks.count("*"), "worse": marks.count("†")}
+        told = " and ".join(f"{word} on {number}" for word, number in counted.items() if number)
+        if told:
+            rest = "; elsewhere the difference could be chance" if marks.count("") else ""
+            parts.append(f"Of the {len(marks)} sets it is {told} (p < {SIGNIFICANT}){rest}.")
+        else:
+            parts.append(f"On each of the {len(marks)} sets the difference could be chance.")
     clean = [table.rows[method].get("original") for method in (BASELINE, learner)]
     if clean[0] is not None and clean[1] is not None:
         moved = clean[1].error - clean[0].error
@@ -154,10 +161,6 @@ def _lead(table: Table, learner: str, base: Cell, cell: Cell) -> str:
         )
         parts.append(f"On the original test set the error {words}.")
     return " ".join(parts)
-
-
-def _join(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def _cards(results: Results, measure: Measure, paper: bool) -> list[dict[str, str]]:
@@ -240,7 +243,7 @@ def _cell(cell: Cell, measure: Measure, best: bool) -> dict[str, Any]:
 
 
 def _caption(kind: str, table: Table, measure: Measure, paper: bool) -> str:
-    shown = kind == "bars" and paper and _compared(table, measure)
+    shown = kind in ("bars", "levels") and paper and _compared(table, measure)
     return _CAPTIONS[kind] + (" Diamonds are the paper's values." if shown else "")
 
 
@@ -279,9 +282,13 @@ def describe_run(run: Run) -> list[tuple[str, str, bool]]:
             shown = {key: value for key, value in settings.items() if key != "settings"}
             facts.append((method, _pairs(shown | (dict(inner) if isinstance(inner, Mapping) else {})), False))
     facts += [(key.capitalize(), str(plan[key]), False) for key in ("shuffle", "limit") if plan.get(key)]
-    facts.append(
-        ("Finished", f"{len(run.units):,} units, {sum(unit.seconds for unit in run.units):,.0f} s in all", False)
+    seconds = sum(unit.seconds for unit in run.units)
+    facts.append(("Finished", f"{len(run.units):,} units, {seconds:,.0f} s in all", False))
+    counts = [unit.about.get("counts", {}) for unit in run.units]
+    images, adapted, undone = (
+        sum(count.get(key, 0) for count in counts) for key in ("images", "adapted", "rolled_back")
     )
+    facts.append(("Learning", f"from {adapted:,} of {images:,} images; undone by the guard on {undone:,}", False))
     return facts
 
 
