@@ -6,7 +6,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from testtime.networks import load
 from testtime.runs import Method, Plan, RunError, Source, Unit, make_plan, open_run, read_study, run_plan, studies, tell
 from testtime.runs import plan as plans
 from testtime.runs.cluster import cut, start_ray
-from testtime.runs.run import BATCH, Facts, make_groups, read_ahead
-from testtime.runs.units import COLUMNS, join_columns, make_columns, read_unit, write_unit
+from testtime.runs.run import BATCH, Facts, Workshop, make_groups, read_ahead
+from testtime.runs.units import COLUMNS, hold_folder, join_columns, make_columns, read_unit, write_unit
 
 SMALL = {"copies": ["2"], "lr": ["0.05"], "steps": ["1"]}
 SETS = ["digits", "digits-c/contrast/5", "digits-gradual/shot_noise"]
@@ -301,6 +301,32 @@ def test_stopping_keeps_what_is_finished(finished: Path, plan: Plan, tmp_path: P
     assert all_columns(tmp_path / "run") == all_columns(finished)
 
 
+def test_streams_that_do_not_fit_go_on_with_half(
+    finished: Path, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(shop: Workshop, units: Sequence[Unit], advance: Callable[[int, int], None]) -> Any:
+        advance(5, 5)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Workshop, "run_streams", full)
+    online = Plan(**vars(plan) | {"methods": (plan.method("online"),)})
+    told: list[tuple[int, int, str]] = []
+    run_plan(online, tmp_path / "run", together=3, progress=lambda *said: told.append(said))
+    assert "3 streams do not fit" in caplog.text
+    assert told[-1][0] == told[-1][1]
+    expected = {title: columns for title, columns in all_columns(finished).items() if title.startswith("online")}
+    assert all_columns(tmp_path / "run") == expected
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks of folders there")
+def test_two_processes_do_not_run_in_one_folder(finished: Path, plan: Plan, tmp_path: Path) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    with hold_folder(folder), pytest.raises(RunError, match="another process is at work"):
+        run_plan(plan, folder)
+    assert len(run_plan(plan, folder).units) == 12
+    assert len(open_run(folder).units) == 12
+
+
 RECORDS = st.builds(
     Record,
     sample=st.integers(0, 2**31 - 1),
@@ -372,6 +398,13 @@ def test_a_corrupted_set_comes_with_the_original() -> None:
     assert names(make_plan(checkpoint="x", data=["cifar10-c/fog/*"], levels="5")) == ["cifar10-c/fog/5"]
     assert len(names(make_plan(checkpoint="x", data=["digits-c"], corruptions="all"))) == 1 + 75
     assert names(make_plan(checkpoint="x", data=["cifar10.1", "vid-robust"]))[-1] == "vid-robust"
+
+
+def test_two_folders_of_one_name_are_refused(tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        (tmp_path / parent / "test").mkdir(parents=True)
+    with pytest.raises(ValueError, match="Two folders are called 'test'"):
+        make_plan(checkpoint="x", data=[str(tmp_path / parent / "test") for parent in ("a", "b")])
 
 
 def test_the_methods_follow_the_networks() -> None:

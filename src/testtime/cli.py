@@ -410,6 +410,8 @@ def predict(
     pictures = find_pictures(images)
     name = checkpoint or default_network()
     net = load(name).to(place)
+    if checkpoint is None:
+        typer.echo(f"network: {name} (another one: --checkpoint)", err=True)
     together = 16 if place.startswith("cuda") and not online else 1
     with as_bad_arguments():
         adapter = prepare_adapter(
@@ -598,10 +600,10 @@ def evaluate(
     missing is run.
 
     Examples:
-      testtime eval -c runs/digits/network.safetensors --data digits-c --levels 5 --out runs/eval
-      testtime eval -c joint.safetensors --baseline plain.safetensors --data cifar10-c --shuffle --out runs/c
-      testtime eval -c joint.safetensors --data cifar10.1 --methods fixed,online --lr online=0.003 --out runs/10.1
-      testtime eval -c joint.safetensors --matrix gradual --out runs/gradual
+      testtime eval -c net.safetensors --data digits-c --levels 5 --out runs/d
+      testtime eval -c net.safetensors --data photos/ --lr 0.003 --out runs/p
+      testtime eval -c net.safetensors --data cifar10-c --shuffle --out runs/c
+      testtime eval -c net.safetensors --matrix gradual --out runs/gradual
     """
     from testtime import data as datasets
     from testtime import runs
@@ -663,8 +665,6 @@ def report(
       testtime report runs/cifar-c --paper --out report
       testtime report runs/seed0 runs/seed1 runs/seed2 --format md,latex
     """
-    import shlex
-
     from rich.console import Console
 
     from testtime.report.publish import publish, read_formats
@@ -710,7 +710,7 @@ def demo(
 ) -> None:
     """Train on the built-in digits, shift the test digits, adapt, and write a page.
 
-    It needs no download and no GPU, and takes about two minutes on two cores.
+    It needs no download and no GPU, and takes two to three minutes on two free cores.
     OUT/index.html is the page, OUT/demo.json has every number on it.
 
     Example:

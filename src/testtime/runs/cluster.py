@@ -12,6 +12,7 @@ import functools
 import math
 import os
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -28,6 +29,7 @@ SHARD = 512
 """Samples in a shard of a unit whose images do not depend on each other."""
 
 RETRIES = 3
+_WINDOW = 1000  # jobs handed to Ray at once: enough for any cluster, few enough to look through
 _STORE = 256 * 2**20  # records are small: a fraction of the memory that Ray would take
 
 
@@ -81,24 +83,27 @@ def run_on_ray(
         text, kind = plan.to_json(), device.type
         shared = ray.put((text, kind, dict(fingerprints), {name: one.fingerprint for name, one in facts.items()}))
         jobs = list(cut(plan, units, facts, device, gpus))
-        waiting = {work.remote(shared, job): job for job in jobs}
-        left = {unit: sum(_key(unit) in job.units for job in jobs) for unit in units}
+        left = Counter(key for job in jobs for key in job.units)
         parts: dict[Unit, dict[int, tuple[Columns, float]]] = {unit: {} for unit in units}
         by_key = {_key(unit): unit for unit in units}
-        while waiting:
+        coming, waiting = deque(jobs), {}
+        while coming or waiting:
+            while coming and len(waiting) < _WINDOW:
+                job = coming.popleft()
+                waiting[work.remote(shared, job)] = job
             (ready,), _ = ray.wait(list(waiting), num_returns=1)
             job = waiting.pop(ready)
             found, seconds, hardware = _get(ray, ready, job)
             for key, columns in zip(job.units, found, strict=True):
                 unit = by_key[key]
                 parts[unit][job.start] = columns, seconds / len(found)
-                left[unit] -= 1
+                left[key] -= 1
                 meter.done += plan.method(unit.method).cost * len(columns["sample"])
-                if left[unit] == 0:
+                if left[key] == 0:
                     own = [part for _, part in sorted(parts.pop(unit).items(), key=lambda item: item[0])]
                     total = sum(cost for _, cost in own)
                     keep(unit, join_columns([columns for columns, _ in own]), total, hardware, shards=len(own))
-            meter.show(f"unit {meter.place}/{len(meter.units)}, {len(waiting)} jobs to go")
+            meter.show(f"unit {meter.place}/{len(meter.units)}, {len(coming) + len(waiting)} jobs to go")
     finally:
         ray.shutdown()
 

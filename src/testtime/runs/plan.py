@@ -362,7 +362,9 @@ def find_sources(
         family = pattern.split("/", 1)[0]
         if family not in WHAT and Path(pattern).expanduser().is_dir():
             place = Path(pattern).expanduser().resolve()
-            found[f"folder/{place.name}"] = Source(f"folder/{place.name}", str(place))
+            folder = Source(f"folder/{place.name}", str(place))
+            if found.setdefault(folder.name, folder) != folder:
+                raise ValueError(f"Two folders are called {place.name!r}; give each a run of its own.")
             continue
         if pattern == "folder":
             raise ValueError("Name the folder of pictures itself, such as --data photos/.")

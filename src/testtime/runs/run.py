@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -27,7 +28,17 @@ from testtime.evaluate import Progress, stream_order
 from testtime.machine import describe_machine
 from testtime.networks.ynet import YNet, load
 from testtime.runs.plan import Method, Plan, Role
-from testtime.runs.units import COLUMNS, Run, Unit, join_columns, make_columns, open_run, prepare_folder, write_unit
+from testtime.runs.units import (
+    COLUMNS,
+    Run,
+    Unit,
+    hold_folder,
+    join_columns,
+    make_columns,
+    open_run,
+    prepare_folder,
+    write_unit,
+)
 
 log = logging.getLogger(__name__)
 
@@ -295,33 +306,48 @@ def run_plan(
     machine = describe_machine(shop.device)
     files = {"networks": dict(plan.networks), "folders": {s.name: s.folder for s in plan.sources if s.folder}}
     about = {"title": plan.title, "command": command, "seeds": list(plan.seeds), "files": files, **machine}
-    prepare_folder(out, configuration, about)
-    known = set(open_run(out).units)
-    units = plan.units()
-    missing = [unit for unit in units if unit not in known]
-    log.info("%s: %d of %d units are to be run", out, len(missing), len(units))
-    meter = Meter(plan, facts, [unit for unit in units if unit in known], progress)
+    with hold_folder(out):
+        prepare_folder(out, configuration, about)
+        known = set(open_run(out).units)
+        units = plan.units()
+        missing = [unit for unit in units if unit not in known]
+        log.info("%s: %d of %d units are to be run", out, len(missing), len(units))
+        meter = Meter(plan, facts, [unit for unit in units if unit in known], progress)
 
-    def keep(unit: Unit, columns: Columns, seconds: float, hardware: str, **more: Any) -> None:
-        write_unit(out, unit, columns, seconds, device=hardware, testtime=machine["versions"]["testtime"], **more)
-        meter.place += 1
+        def keep(unit: Unit, columns: Columns, seconds: float, hardware: str, **more: Any) -> None:
+            write_unit(out, unit, columns, seconds, device=hardware, testtime=machine["versions"]["testtime"], **more)
+            meter.place += 1
 
-    if ray is not None:
-        from testtime.runs.cluster import run_on_ray
-
-        run_on_ray(plan, missing, facts, shop.device, ray, meter, keep, shop.fingerprints)
-        return open_run(out)
-    hardware = machine["hardware"]["device"]
-    for group in make_groups(plan, missing, facts, shop.device, together):
-        advance, begin = meter.start(group), time.perf_counter()
-        if len(group) == 1:
-            found = [shop.run_unit(group[0], advance=advance)]
+        if ray is None:
+            groups = make_groups(plan, missing, facts, shop.device, together)
+            _run_here(shop, groups, meter, functools.partial(keep, hardware=machine["hardware"]["device"]))
         else:
-            found = shop.run_streams(group, advance)
+            from testtime.runs.cluster import run_on_ray
+
+            run_on_ray(plan, missing, facts, shop.device, ray, meter, keep, shop.fingerprints)
+    return open_run(out)
+
+
+def _run_here(shop: Workshop, groups: Sequence[list[Unit]], meter: Meter, keep: Callable[..., None]) -> None:
+    """Run groups of units one after the other in this process."""
+    waiting = deque(groups)
+    while waiting:
+        group = waiting.popleft()
+        done, begin = meter.done, time.perf_counter()
+        advance = meter.start(group)
+        try:
+            found = [shop.run_unit(group[0], advance=advance)] if len(group) == 1 else shop.run_streams(group, advance)
+        except torch.OutOfMemoryError:
+            if len(group) == 1:
+                raise
+            half = len(group) // 2
+            log.warning("%d streams do not fit into the memory side by side; going on with %d", len(group), half)
+            waiting.extendleft((group[half:], group[:half]))
+            meter.done = done
+            continue
         seconds = (time.perf_counter() - begin) / len(group)
         for unit, columns in zip(group, found, strict=True):
-            keep(unit, columns, seconds, hardware, together=len(group))
-    return open_run(out)
+            keep(unit, columns, seconds, together=len(group))
 
 
 def make_groups(

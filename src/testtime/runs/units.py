@@ -9,10 +9,12 @@ written whole or not at all; a file that is truncated or was altered counts as m
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,11 @@ from safetensors.numpy import save
 
 from testtime.evaluate import Record
 from testtime.storage import find_differences, write_whole
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # not on Windows; there two processes can be in one folder
+    fcntl = None
 
 log = logging.getLogger(__name__)
 
@@ -225,6 +232,30 @@ def prepare_folder(path: str | Path, configuration: Mapping[str, Any], about: Ma
     _write(path / "run.json", (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
+@contextlib.contextmanager
+def hold_folder(path: str | Path) -> Iterator[None]:
+    """Keep other processes from running in a run's folder; one that is killed lets go of it.
+
+    Raises:
+        RunError: Another process is at work there.
+    """
+    Path(path).mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"{path}: another process is at work in this folder.") from None
+        except OSError as error:  # some network file systems have no locks
+            log.info("%s cannot be locked (%s)", path, error)
+        yield
+    finally:
+        os.close(handle)
+
+
 def make_columns(records: Iterable[Record]) -> dict[str, np.ndarray]:
     """Records as columns."""
     plain = [
@@ -322,7 +353,7 @@ def tell(run: Run) -> str:
         mean = f"mean error {sum(errors) / len(errors):.2%}" if errors else "no labels"
         images = sum(count["images"] for count in counts)
         lines.append(
-            f"{method:<12} {len(own):>4} sets  {mean:<18}  {images:,} images in {sum(u.seconds for u in own):.1f} s"
+            f"{method:<12} {len(own):>4} units  {mean:<18}  {images:,} images in {sum(u.seconds for u in own):.1f} s"
         )
     return "\n".join(lines)
 
