@@ -56,7 +56,7 @@ def test_long_curves_are_thinned_and_keep_their_ends() -> None:
 
 
 def test_windows_fit_the_stream() -> None:
-    assert [choose_window(count) for count in (1, 60, 500, 50_000)] == [1, 12, 100, 100]
+    assert [choose_window(count) for count in (1, 60, 500, 50_000)] == [1, 12, 100, 2500]
 
 
 def test_streams_show_both_methods_in_the_order_of_the_stream(tmp_path: Path) -> None:

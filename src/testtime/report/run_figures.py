@@ -66,8 +66,8 @@ def sliding_mean(values: np.ndarray, window: int, points: int = _POINTS) -> Curv
 
 
 def choose_window(count: int) -> int:
-    """The paper's 100 images, fewer on short streams."""
-    return min(100, max(1, count // 5))
+    """A twentieth of the stream, but at least the paper's 100 images; on short streams fewer."""
+    return max(1, min(count // 5, max(100, count // 20)))
 
 
 def draw_bars(table: Table, measure: Measure = "error", paper: bool = False) -> Drawing:
