@@ -249,7 +249,7 @@ def test_the_terminal_has_sets_down(small: Path) -> None:
         console.print(table)
     assert isinstance(console.file, io.StringIO)
     lines = [line.split() for line in console.file.getvalue().splitlines()]
-    assert lines[1] == ["error", "in", "%", "fixed", "(JT)", "paper", "online", "(TTT-Online)", "paper"]
+    assert lines[1] == ["error", "in", "%", "fixed", "paper", "online", "paper"]
     fog = next(line for line in lines if line[0] == "fog")
     assert (fog[1], fog[3], fog[4], fog[5]) == ("40.0", "27.5", "+12.5", "5.0*")
 

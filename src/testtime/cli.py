@@ -642,7 +642,7 @@ def evaluate(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
     formats: Annotated[
         str, typer.Option("--format", help="Some of md, latex, csv and html; html brings the figures.")

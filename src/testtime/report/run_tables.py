@@ -235,18 +235,19 @@ def terminal(results: Results, measure: Measure = "error", paper: bool = False) 
     made: list[RichTable] = []
     for table in results.tables:
         shown = RichTable(title=table.title, title_justify="left", title_style="bold", header_style="", box=None)
-        shown.add_column(f"{measure} in %")
+        shown.add_column(f"{measure} in %", no_wrap=True)
         compared = {
             method
             for method in table.rows
             if paper and any(table.paper_value(method, column, measure) is not None for column in table.columns)
         }
         for method in table.rows:
-            shown.add_column(method_title(method), justify="right")
+            shown.add_column(method if compared else method_title(method), justify="right")
             if method in compared:
                 shown.add_column("paper", justify="right", style="dim")
         for column in table.columns:
-            cells: list[Text] = [Text(column_title(column), style="bold" if column == MEAN else "")]
+            title = column_short(column) if compared else column_title(column)  # twice the columns need the space
+            cells: list[Text] = [Text(title, style="bold" if column == MEAN else "")]
             for method, row in table.rows.items():
                 cell = row.get(column)
                 cells.append(_terminal_cell(cell, measure, table.is_best(method, column)) if cell else Text("–"))
