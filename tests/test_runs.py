@@ -129,6 +129,17 @@ def test_more_streams_than_fit_go_in_turns(plan: Plan) -> None:
     assert {len(group) for group in make_groups(bigger, bigger.units(), facts, device)} == {1}
 
 
+def test_on_cuda_as_many_streams_as_fit_advance_together(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {name: Facts(name, 34, (1, 8, 8)) for name in SETS}
+    sizes = []
+    for free in (80 * 2**30, 2 * 2 * 2 * 4 * 64 * 400, 0):  # room for many; for two streams in one half; for none
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, free))
+        groups = make_groups(plan, plan.units(), facts, torch.device("cuda"))
+        sizes.append([len(group) for group in groups if group[0].method == "online"])
+        assert all(len(group) == 1 for group in groups if group[0].method != "online")
+    assert sizes == [[3], [2, 1], [1, 1, 1]]
+
+
 def test_seeds_are_units_of_their_own(networks: dict[str, str], tmp_path: Path) -> None:
     plan = make_plan(
         **networks, data=["digits"], methods="online", limit=6, seeds=[0, 1], shuffle=True, copies=["2"], lr=["0.05"]

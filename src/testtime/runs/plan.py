@@ -286,6 +286,23 @@ def studies() -> tuple[str, ...]:
 def read_study(study: str | Path) -> dict[str, Any]:
     """A study's entries, their names and types checked.
 
+    Every entry may be missing, except a method's mode; the command line's arguments go before them:
+
+        title = "Fog, two ways"
+        data = ["cifar10-c"]               # names, patterns, folders
+        levels = "1-5"
+        corruptions = ["fog", "frost"]
+        original = true                    # the set without corruption as well
+        seeds = [0, 1]
+        shuffle = true
+        limit = 1000
+
+        [methods.fast]                     # any name
+        mode = "episodic"                  # or "fixed", "online"
+        network = "joint"                  # or "baseline"
+        steps = 1                          # any setting of `Method`
+        lr = 0.01
+
     Args:
         study: A TOML file, or the name of a study that ships.
 
