@@ -23,6 +23,7 @@ from testtime.report.publish import FORMATS, publish, read_formats
 from testtime.report.results import collect
 from testtime.report.run_figures import draw_all
 from testtime.report.run_page import render_run_page, tell
+from testtime.report.run_tables import markdown
 from testtime.report.samples import make_png, pick_samples
 from testtime.runs import open_run
 
@@ -101,7 +102,7 @@ def test_a_loss_is_not_told_as_a_gain(tmp_path: Path) -> None:
         units["online", f"digits-c/{name}/5", 0] = make_columns(np.arange(40) >= 20)
     words = tell(collect([make_run(tmp_path / "run", units)]), "error")
     assert words["headline"] == "Learning at test time raised the error on 2 shifts from 25.0% to 50.0%"
-    assert "25.0% more of the images" in words["lead"]
+    assert "25.0 points above" in words["lead"]
     assert "Of the 2 sets it is worse on 2 (p < 0.05)." in words["lead"]
 
 
@@ -129,6 +130,20 @@ def test_words_for_one_method_or_an_unfinished_run(tmp_path: Path) -> None:
     part = collect([make_run(tmp_path / "part", units)])
     assert tell(part, "error")["headline"] == "Results on 2 shifts"
     assert "Results on 2 shifts" in render_run_page(part, list(draw_all(part)))
+
+
+def test_sets_that_the_paper_has_only_for_some_methods(tmp_path: Path) -> None:
+    labels = np.array([0, 5, 8, 8])
+    units = {}
+    for method in ("fixed", "online"):
+        units[method, "cifar10.1", 0] = make_columns([True, False])  # the paper has no TTT-Online here
+        units[method, "vid-cifar7", 0] = make_columns([True, False, True, False], labels=labels)
+    results = collect([make_run(tmp_path / "run", units)])
+    page = render_run_page(results, list(draw_all(results, paper=True)), measure="accuracy", paper=True)
+    assert 'class="theirs">83.3' in page
+    assert 'class="theirs">45.4' in page
+    assert 'data-value="" class="theirs">–' in page
+    assert "online" in markdown(results, paper=True)
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:

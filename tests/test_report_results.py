@@ -249,9 +249,16 @@ def test_the_terminal_has_sets_down(small: Path) -> None:
         console.print(table)
     assert isinstance(console.file, io.StringIO)
     lines = [line.split() for line in console.file.getvalue().splitlines()]
-    assert lines[1] == ["error", "in", "%", "fixed", "paper", "online", "paper"]
+    assert lines[1] == ["error", "in", "%", "fixed", "(JT)", "paper", "online", "(TTT-Online)", "paper"]
     fog = next(line for line in lines if line[0] == "fog")
     assert (fog[1], fog[3], fog[4], fog[5]) == ("40.0", "27.5", "+12.5", "5.0*")
+
+
+def test_what_does_not_fit_the_terminal_comes_in_pieces(small: Path) -> None:
+    results = collect([open_run(small)])
+    assert len(terminal(results, width=80)) == 1
+    assert len(terminal(results, width=40)) == 2
+    assert len(terminal(results, paper=True, width=60)) == 2
 
 
 def test_best_goes_by_what_is_printed() -> None:

@@ -687,7 +687,7 @@ def report(
             progress=show,
         )
     console = Console()
-    for table in terminal(results, measure, paper):
+    for table in terminal(results, measure, paper, console.width):
         console.print(table)
     for line in (*explain(results, measure), *results.notes):
         typer.echo(line)

@@ -116,7 +116,11 @@ def tell(results: Results, measure: Measure) -> dict[str, str]:
     rows = {method: row[column] for method, row in table.rows.items() if column in row}
     first = next(iter(next(iter(table.rows.values())).values()))
     repetitions = f", {first.repetitions} repetitions" if first.repetitions > 1 else ""
-    kicker = f"{table.title} · {first.images:,} images in each set{repetitions}"
+    counts = sorted({cell.images for row in table.rows.values() for name, cell in row.items() if name != MEAN})
+    images = (
+        f"{counts[0]:,} images in each set" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,} images in a set"
+    )
+    kicker = f"{table.title} · {images}{repetitions}"
     where = f"on {len(table.shifted)} shifts" if column == MEAN else f"on {column_title(column)}"
     learner = next((name for name in ("online", "episodic") if name in rows), None)
     words = {"title": f"Test-Time Training on {table.family or table.title}", "kicker": kicker}
@@ -139,11 +143,9 @@ def tell(results: Results, measure: Measure) -> dict[str, str]:
 
 def _lead(table: Table, learner: str, base: Cell, cell: Cell) -> str:
     change = base.error - cell.error
-    share = f", {100 * change / base.error:.0f}% of the mistakes that it makes" if base.error and change > 0 else ""
-    parts = [
-        f"On average {learner} is wrong on {abs(change):.1f}% {'fewer' if change >= 0 else 'more'} of the images than "
-        f"the same network left fixed{share}."
-    ]
+    share = f": {100 * change / base.error:.0f}% fewer mistakes" if base.error and change > 0 else ""
+    side = "below" if change >= 0 else "above"
+    parts = [f"The error with {learner} is {abs(change):.1f} points {side} that of the same network left fixed{share}."]
     marks = [table.rows[learner][column].mark for column in table.shifted if column in table.rows[learner]]
     if len(marks) > 1:
         counted = {"better": marks.count("*"), "worse": marks.count("†")}
@@ -196,7 +198,7 @@ def _lay_out(table: Table, measure: Measure, paper: bool) -> dict[str, Any]:
     for method in table.rows:
         heads.append({"name": method, "paper": PAPER_NAMES.get(method, "")})
         if method in compared:
-            heads.append({"name": "paper", "paper": "difference"})
+            heads.append({"name": "paper", "paper": "diff."})
     rows = []
     for column in table.columns:
         cells: list[Mapping[str, Any]] = []
@@ -205,12 +207,15 @@ def _lay_out(table: Table, measure: Measure, paper: bool) -> dict[str, Any]:
             cells.append(_cell(cell, measure, table.is_best(method, column)) if cell else _EMPTY)
             if method in compared:
                 known = table.paper_value(method, column, measure)
-                change = difference(cell.value(measure), known) if cell and known is not None else ""
-                theirs = {"kind": "theirs", "value": known, "text": f"{known:.1f}", "change": change}
-                cells.append(_EMPTY if known is None else theirs)
+                if known is None:
+                    cells.append(_EMPTY)
+                    continue
+                change = difference(cell.value(measure), known) if cell else ""
+                cells.append({"kind": "theirs", "value": known, "text": f"{known:.1f}", "change": change})
         title = f"mean of {len(table.shifted)}" if column == MEAN else column_title(column)
         rows.append({"title": title, "cells": cells, "is_mean": column == MEAN})
-    return {"heads": heads, "rows": rows}
+    several = any(cell.spread is not None for row in table.rows.values() for cell in row.values())
+    return {"heads": heads, "rows": rows, "dense": len(heads) * (1.4 if several else 1) > 8}
 
 
 def _compared(table: Table, measure: Measure) -> set[str]:

@@ -227,37 +227,46 @@ def as_csv(results: Results, measure: Measure = "error") -> str:
     return out.getvalue()
 
 
-def terminal(results: Results, measure: Measure = "error", paper: bool = False) -> list[RichTable]:
-    """The tables for a terminal, sets down and methods across."""
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
+def terminal(results: Results, measure: Measure = "error", paper: bool = False, width: int = 80) -> list[RichTable]:
+    """The tables for a terminal, sets down and methods across; in pieces where not all methods fit the width."""
     made: list[RichTable] = []
     for table in results.tables:
-        shown = RichTable(title=table.title, title_justify="left", title_style="bold", header_style="", box=None)
-        shown.add_column(f"{measure} in %", no_wrap=True)
         compared = {
             method
             for method in table.rows
             if paper and any(table.paper_value(method, column, measure) is not None for column in table.columns)
         }
-        for method in table.rows:
-            shown.add_column(method if compared else method_title(method), justify="right")
-            if method in compared:
-                shown.add_column("paper", justify="right", style="dim")
-        for column in table.columns:
-            title = column_short(column) if compared else column_title(column)  # twice the columns need the space
-            cells: list[Text] = [Text(title, style="bold" if column == MEAN else "")]
-            for method, row in table.rows.items():
-                cell = row.get(column)
-                cells.append(_terminal_cell(cell, measure, table.is_best(method, column)) if cell else Text("–"))
-                if method in compared:
-                    known = table.paper_value(method, column, measure)
-                    change = f" {difference(cell.value(measure), known):>5}" if cell and known is not None else ""
-                    cells.append(Text(f"{known:.1f}{change}" if known is not None else ""))
-            shown.add_row(*cells)
-        made.append(shown)
+        methods = list(table.rows)
+        repeated = any(cell.spread is not None for row in table.rows.values() for cell in row.values())
+        together = max(1, (width - 20) // ((24 if compared else 15) + (6 if repeated else 0)))
+        made += [
+            _terminal_table(table, methods[start : start + together], compared, measure)
+            for start in range(0, len(methods), together)
+        ]
     return made
+
+
+def _terminal_table(table: Table, methods: Sequence[str], compared: set[str], measure: Measure) -> RichTable:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    shown = RichTable(title=table.title, title_justify="left", title_style="bold", header_style="", box=None)
+    shown.add_column(f"{measure} in %", no_wrap=True)
+    for method in methods:
+        shown.add_column(method_title(method), justify="right")
+        if method in compared:
+            shown.add_column("paper", justify="right", style="dim", no_wrap=True)
+    for column in table.columns:
+        cells: list[Text] = [Text(column_title(column), style="bold" if column == MEAN else "")]
+        for method in methods:
+            cell = table.rows[method].get(column)
+            cells.append(_terminal_cell(cell, measure, table.is_best(method, column)) if cell else Text("–"))
+            if method in compared:
+                known = table.paper_value(method, column, measure)
+                change = f" {difference(cell.value(measure), known):>5}" if cell and known is not None else ""
+                cells.append(Text(f"{known:.1f}{change}" if known is not None else ""))
+        shown.add_row(*cells)
+    return shown
 
 
 def _terminal_cell(cell: Cell, measure: Measure, best: bool) -> Text:
@@ -265,4 +274,5 @@ def _terminal_cell(cell: Cell, measure: Measure, best: bool) -> Text:
 
     text = Text(f"{cell.value(measure):.1f}", style="bold" if best else "")
     text.append(cell.mark or " ")
-    return text.append(f" ±{cell.half_width:<4.1f}", style="dim")
+    text.append(f" ±{cell.half_width:<4.1f}", style="dim")
+    return text if cell.spread is None else text.append(f" s {cell.spread:.1f}", style="dim")
