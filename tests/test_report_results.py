@@ -132,6 +132,8 @@ def test_batch_normalization_is_compared_with_its_own_table(tmp_path: Path) -> N
     table = collect([make_run(tmp_path / "run", units, plan)]).tables[0]
     assert table.paper_value("fixed", "fog", "error") == 42.5
     assert table.paper_value("fixed", MEAN, "error") == pytest.approx((42.5 + 30.3) / 2)
+    other = make_run(tmp_path / "other", {("fixed", "cifar10.1", 0): make_columns([True, False])}, plan)
+    assert collect([other]).tables[0].paper_value("fixed", "cifar10.1", "error") is None
 
 
 def test_what_cannot_be_reported_is_said_in_one_line(tmp_path: Path) -> None:

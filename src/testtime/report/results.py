@@ -88,6 +88,7 @@ class Table:
         columns: The sets by key, in order: `original`, corruptions, `mean`; or names of sets; or classes.
         rows: Cells by method and column; a set that a method has not seen is missing.
         paper: The paper's table of the same, or None.
+        norm: The networks' normalization; the paper has its tables for one kind each.
     """
 
     title: str
@@ -96,6 +97,7 @@ class Table:
     columns: tuple[str, ...]
     rows: Mapping[str, Mapping[str, Cell]]
     paper: PaperTable | None = None
+    norm: str = "group"
 
     @property
     def shifted(self) -> tuple[str, ...]:
@@ -120,8 +122,8 @@ class Table:
 
     def paper_value(self, method: str, column: str, measure: Measure) -> float | None:
         """The paper's number for a cell; None where it has none."""
-        if self.family == "" and find_table(column) is not None:
-            table = find_table(column)
+        if self.family == "":
+            table = find_table(column, None, self.norm)
             return None if table is None else table.value(method, "average", measure)
         if self.paper is None:
             return None
@@ -206,7 +208,7 @@ def collect(runs: Sequence[Run], seed: int = 0) -> Results:
     verdicts = {key: _read_verdicts(key, found) for key, found in sources.items()}
     _check_images(verdicts, sources)
     norm = "batch" if find_norms(runs) == {"batch"} else "group"
-    tables = [_measure(*layout, verdicts, seed) for layout in _lay_out(sources, norm)]
+    tables = [replace(_measure(*layout, verdicts, seed), norm=norm) for layout in _lay_out(sources, norm)]
     classes = _by_class(sources, verdicts, norm, seed)
     seconds = {
         method: float(np.mean([part / len(verdicts[key].samples) for key in keys for part in verdicts[key].seconds]))
