@@ -66,3 +66,8 @@ def test_a_run_over_ray_with_a_worker_killed_is_the_run_of_one_process(
     assert len(list(tries.iterdir())) == 14 + 1
     assert told[-1][0] == told[-1][1]
     assert open_run(tmp_path / "spread").configuration == alone.configuration
+
+
+def test_an_address_where_nothing_is_is_said_at_once() -> None:
+    with pytest.raises(ConnectionError, match=r"No Ray cluster answers at 127\.0\.0\.1:1 "):
+        cluster.start_ray("127.0.0.1:1")

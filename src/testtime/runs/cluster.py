@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,8 +129,20 @@ def start_ray(address: str) -> Any:
             "local", include_dashboard=False, object_store_memory=_STORE, log_to_driver=False, logging_level="error"
         )
     else:
+        _knock(address)
         ray.init(address, log_to_driver=False, logging_level="error")
     return ray
+
+
+def _knock(address: str) -> None:
+    """Find out at once whether anything answers at `HOST:PORT`; Ray itself tries for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        return  # "auto", which Ray finds or refuses quickly
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(f"No Ray cluster answers at {address} ({error}).") from None
 
 
 def cut(
