@@ -1,0 +1,98 @@
+"""The command line: arguments in, library calls, results out. No logic lives here.
+
+Every command imports what it needs inside itself, so that `testtime --help` does not wait for torch. A command lets
+exceptions pass: `main` turns them into one line on standard error and an exit code (2 for bad arguments, 1 for what
+failed, 130 for Ctrl-C); `TESTTIME_DEBUG=1` shows the stack instead. Long work reports through `progress`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+try:
+    import rich  # noqa: F401  (progress and help need it; better to know now)
+    import typer
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"error: the command line needs {missing.name}: pip install 'testtime[cli]'") from None
+
+from testtime.cli import corrupt, data, demo, evaluate, networks
+from testtime.cli.console import progress
+
+__all__ = ["app", "main", "progress", "run"]
+
+app = typer.Typer(
+    name="testtime",
+    help="Test-Time Training: a vision model that learns, without labels, from each image it is about to classify.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for command in (networks.train, networks.predict, networks.info):
+    app.command()(command)
+app.command("eval")(evaluate.evaluate)
+app.command()(evaluate.report)
+app.command()(corrupt.corrupt)
+app.command()(demo.demo)
+app.add_typer(data.app, name="data")
+
+
+def main() -> None:
+    """Run the command line; ends the process with the exit code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and say what went wrong, if anything, in one line.
+
+    Args:
+        arguments: What follows the program's name.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        code = app(args=arguments or ["--help"], prog_name="testtime", standalone_mode=False)
+        sys.stdout.flush()
+        if code == 130:
+            print("stopped", file=sys.stderr)
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        print("stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of the output went away; Python must not try to flush into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if os.environ.get("TESTTIME_DEBUG"):
+            raise
+        usage = getattr(error, "format_message", None)  # what typer raises for bad arguments
+        if usage is not None:
+            text, context = usage(), getattr(error, "ctx", None)
+            hint = f" (see {context.command_path} --help)" if context is not None else ""
+            print(f"error: {_one_line(text)}{hint}", file=sys.stderr)
+            return 2
+        print(f"error: {_one_line(str(error) or type(error).__name__)}", file=sys.stderr)
+        return 1
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"testtime {version('testtime')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass

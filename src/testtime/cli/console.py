@@ -1,0 +1,124 @@
+"""What the commands share: errors that are bad arguments, progress, the choice of a device."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Annotated, Protocol
+
+import typer
+
+
+@contextlib.contextmanager
+def as_bad_arguments(*passing: type[Exception]) -> Iterator[None]:
+    """Let a `ValueError` raised while arguments are checked count as a bad argument: exit code 2.
+
+    Args:
+        *passing: Kinds of `ValueError` that are not the arguments' fault, such as `DataError`.
+    """
+    try:
+        yield
+    except passing:
+        raise
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+class Report(Protocol):
+    """What `progress` yields; it fits every progress callback of the library."""
+
+    def __call__(self, done: int, total: int, text: str = "", /) -> None:
+        """Say that `done` of `total` things are done, with a word on how it goes."""
+        ...
+
+
+@contextlib.contextmanager
+def progress(title: str, every: float = 10.0) -> Iterator[Report]:
+    """Show how far some work is, at which rate, and the time left, on standard error.
+
+    A terminal gets a live bar; a pipe gets a plain line now and then.
+
+    Args:
+        title: What is going on.
+        every: Seconds between two lines in a pipe.
+    """
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+        )
+        clock = _Clock()
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(title, total=None, rate="", text="")
+
+            def show(done: int, total: int, text: str = "", /) -> None:
+                rate, _ = clock.measure(done, total)
+                bar.update(task, completed=done, total=total, rate=rate, text=text)
+
+            yield show
+        return
+
+    clock, last = _Clock(), time.monotonic()
+
+    def write(done: int, total: int, text: str = "", /) -> None:
+        nonlocal last
+        rate, left = clock.measure(done, total)
+        if done < max(total, 1) and time.monotonic() - last < every:
+            return
+        last = time.monotonic()
+        parts = [title, f"{done:,}/{total:,}", rate, left, text]
+        print("  ".join(part for part in parts if part), file=sys.stderr, flush=True)
+
+    yield write
+
+
+class _Clock:
+    """Rate and time left since the first report; a resumed run does not start from zero."""
+
+    def __init__(self) -> None:
+        self.first: tuple[float, int] | None = None
+
+    def measure(self, done: int, total: int) -> tuple[str, str]:
+        now = time.monotonic()
+        if self.first is None:
+            self.first = now, done
+        seconds, count = now - self.first[0], done - self.first[1]
+        if seconds <= 0 or count <= 0:
+            return "", ""
+        rate = count / seconds
+        left = f"{_duration((total - done) / rate)} left" if done < total else f"in {_duration(seconds)}"
+        return (f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.2g}/s"), left
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda, cuda:1, mps; auto takes a GPU if there is one.", rich_help_panel="Machine")
+]
+
+
+def pick_device(name: str) -> str:
+    """The device that a `--device` option means; a bad one is a bad argument."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise typer.BadParameter(f"cannot use {name!r}: {reason}", param_hint="--device") from None
+    return name

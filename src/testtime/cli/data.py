@@ -1,0 +1,58 @@
+"""`testtime data`: what data sets there are, getting and checking them."""
+
+from __future__ import annotations
+
+import typer
+
+from testtime.cli.console import as_bad_arguments, progress
+
+app = typer.Typer(help="Data sets: what there is, where it is, getting and checking it.", no_args_is_help=True)
+
+_DATA_ROOT = typer.Option(
+    None, "--data-root", help="Folder of the data sets; else TESTTIME_DATA, else the user's cache folder."
+)
+
+
+@app.command("list")
+def list_data(data_root: str | None = _DATA_ROOT) -> None:
+    """List the known data sets: what they are, where they are looked for, and whether they are there."""
+    from testtime import data
+
+    for found in data.describe_all(data_root):
+        typer.echo(f"{found.name:17} {found.state:11} {found.what}")
+        if found.place is not None:
+            typer.echo(f"{'':29} {found.place}")
+        if found.detail:
+            typer.echo(f"{'':29} {found.detail}")
+
+
+@app.command("get")
+def get_data(
+    name: str = typer.Argument(help="cifar10, cifar10-c or cifar10.1."), data_root: str | None = _DATA_ROOT
+) -> None:
+    """Download a data set from its official place; a transfer that broke off goes on."""
+    from testtime import data
+    from testtime.data.download import remotes
+
+    with as_bad_arguments():
+        remotes(name, data_root)
+    with progress(f"bytes of {name}") as report:
+        place = data.get(name, data_root, report)
+    typer.echo(f"{name} is in {place}")
+
+
+@app.command("check")
+def check_data(
+    name: str = typer.Argument(help="A data set, or a part of one such as imagenet-c/fog/5."),
+    data_root: str | None = _DATA_ROOT,
+) -> None:
+    """Read a data set through and name every fault; exit code 1 if there are any."""
+    from testtime import data
+
+    with as_bad_arguments(), progress(f"checking {name}") as report:
+        faults = data.check(name, data_root, report)
+    for fault in faults:
+        typer.echo(fault)
+    if faults:
+        raise typer.Exit(1)
+    typer.echo(f"{name} is sound")

@@ -1,0 +1,190 @@
+"""`testtime eval` and `report`: runs, and what is made of them."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from testtime.cli.console import Device, as_bad_arguments, pick_device, progress
+
+_EACH = "; METHOD=NUMBER for one method. May be repeated."
+
+
+def evaluate(
+    out: Annotated[Path, typer.Option(help="The run's folder; if it holds a part of this run, the rest is run.")],
+    checkpoint: Annotated[
+        str | None,
+        typer.Option("--checkpoint", "-c", help="Jointly trained network: a file, or a shipped one's name."),
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Network trained on classes only, for the method plain.", show_default=False)
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="cifar10-c, digits-c, cifar10-c/*/5, cifar10.1, a folder, …; may be repeated."),
+    ] = None,
+    matrix: Annotated[
+        str | None, typer.Option(help="A whole study: a TOML file, or a shipped one's name.", show_default=False)
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Of plain, fixed, episodic, online (or the study's).", show_default="all that have networks"),
+    ] = None,
+    levels: Annotated[
+        str | None, typer.Option(help="Levels of corrupted sets: 1-5, 5, 1,3.", show_default="all")
+    ] = None,
+    corruptions: Annotated[str | None, typer.Option(help="Corruptions: fog,frost or all.", show_default="all")] = None,
+    original: Annotated[
+        bool | None,
+        typer.Option("--original/--no-original", help="Include the set without corruption.", show_default="included"),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only so many images of each set.", show_default="all")
+    ] = None,
+    seed: Annotated[
+        list[int] | None,
+        typer.Option(help="Seed of augmentations and order; may be repeated.", show_default="0"),
+    ] = None,
+    shuffle: Annotated[
+        bool | None,
+        typer.Option("--shuffle/--no-shuffle", help="Shuffle each set once by the seed.", show_default="not shuffled"),
+    ] = None,
+    steps: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Gradient steps on an image{_EACH}", show_default="10; online 1", rich_help_panel="Method"),
+    ] = None,
+    lr: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Learning rate{_EACH}", show_default="0.001", rich_help_panel="Method"),
+    ] = None,
+    copies: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Augmented copies in a step{_EACH}", show_default="32", rich_help_panel="Method"),
+    ] = None,
+    threshold: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Adapt only below this confidence of the rotation task{_EACH}",
+            show_default="1",
+            rich_help_panel="Method",
+        ),
+    ] = None,
+    data_root: Annotated[
+        Path | None, typer.Option(help="Where data sets are.", show_default="$TESTTIME_DATA", rich_help_panel="Machine")
+    ] = None,
+    together: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Online streams that advance side by side.",
+            show_default="1; on CUDA what fits",
+            rich_help_panel="Machine",
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Distribute over Ray: local starts workers here, an address finds a cluster.",
+            show_default=False,
+            rich_help_panel="Machine",
+        ),
+    ] = None,
+    device: Device = "auto",
+) -> None:
+    """Evaluate methods on test sets and keep every record.
+
+    Each method, set and seed is one file under OUT, written when it is
+    finished. Run it again to go on after an interruption: only what is
+    missing is run.
+
+    Examples:
+      testtime eval -c net.safetensors --data digits-c --levels 5 --out runs/d
+      testtime eval -c net.safetensors --data photos/ --lr 0.003 --out runs/p
+      testtime eval -c net.safetensors --data cifar10-c --shuffle --out runs/c
+      testtime eval -c net.safetensors --matrix gradual --out runs/gradual
+    """
+    from testtime import data as datasets
+    from testtime import runs
+
+    place = pick_device(device)
+    with as_bad_arguments(datasets.DataError):
+        plan = runs.make_plan(
+            matrix,
+            checkpoint=checkpoint,
+            baseline=baseline,
+            data=data,
+            methods=methods,
+            levels=levels,
+            corruptions=corruptions,
+            original=original,
+            seeds=seed,
+            shuffle=shuffle,
+            limit=limit,
+            data_root=data_root,
+            steps=steps,
+            lr=lr,
+            copies=copies,
+            threshold=threshold,
+        )
+    command = shlex.join(["testtime", *sys.argv[1:]])
+    with progress("views") as report:
+        run = runs.run_plan(plan, out, device=place, command=command, together=together, ray=ray, progress=report)
+    typer.echo(runs.tell(run))
+    typer.echo(f"{out}: {len(run.units)} units")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
+    formats: Annotated[
+        str, typer.Option("--format", help="Some of md, latex, csv and html; html brings the figures.")
+    ] = "md,latex,csv,html",
+    accuracy: Annotated[bool, typer.Option("--accuracy", help="Show accuracies instead of errors.")] = False,
+    paper: Annotated[bool, typer.Option("--paper", help="Show the paper's own numbers beside ours.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the confidence intervals.")] = 0,
+    data_root: Annotated[
+        Path | None, typer.Option(help="Where data sets are, for sample pictures.", show_default="$TESTTIME_DATA")
+    ] = None,
+) -> None:
+    """Make tables, figures and a page of evaluation runs.
+
+    Several runs or seeds of one method are repetitions. OUT/index.html is the
+    page; tables.md, tables.tex and tables.csv have its numbers, figures/ its
+    figures as SVG and PNG.
+
+    Examples:
+      testtime report runs/digits-c
+      testtime report runs/cifar-c --paper --out report
+      testtime report runs/seed0 runs/seed1 runs/seed2 --format md,latex
+    """
+    from rich.console import Console
+
+    from testtime.report.publish import publish, read_formats
+    from testtime.report.run_tables import explain, terminal
+
+    with as_bad_arguments():
+        chosen = read_formats(formats)
+    measure = "accuracy" if accuracy else "error"
+    command = shlex.join(["testtime", *sys.argv[1:]])
+    with progress("figures") as show:
+        results = publish(
+            runs,
+            out,
+            formats=chosen,
+            measure=measure,
+            paper=paper,
+            seed=seed,
+            root=data_root,
+            command=command,
+            progress=show,
+        )
+    console = Console()
+    for table in terminal(results, measure, paper, console.width):
+        console.print(table)
+    for line in (*explain(results, measure), *results.notes):
+        typer.echo(line)
+    typer.echo(f"{out / 'index.html' if 'html' in chosen else out}: written")

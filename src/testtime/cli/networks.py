@@ -1,0 +1,190 @@
+"""`testtime train`, `predict` and `info`: networks made, used and described."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from testtime.cli.console import Device, as_bad_arguments, pick_device, progress
+
+
+def train(
+    out: Annotated[Path, typer.Option(help="The run's folder; if it holds a part of this run, training goes on.")],
+    data: Annotated[
+        str, typer.Option(help="digits (built in), cifar10, imagenet, or a folder with a folder for each class.")
+    ] = "digits",
+    method: Annotated[
+        Literal["joint", "plain", "alp", "uda"],
+        typer.Option(
+            help="joint: classes and rotations (what adapts later); plain: classes only; "
+            "alp: adversarial logit pairing; uda: joint, and rotations of --target."
+        ),
+    ] = "joint",
+    target: Annotated[
+        str | None, typer.Option(help="Unlabelled target set for uda, such as cifar10-c/fog/5.", show_default=False)
+    ] = None,
+    network: Annotated[
+        Literal["resnet26", "resnet18", "resnet50"], typer.Option(help="Architecture.", rich_help_panel="Network")
+    ] = "resnet26",
+    depth: Annotated[
+        int | None,
+        typer.Option(help="Depth of resnet26, 6n + 2.", show_default="26; digits 8", rich_help_panel="Network"),
+    ] = None,
+    norm: Annotated[
+        Literal["group", "batch"], typer.Option(help="Normalization layers.", rich_help_panel="Network")
+    ] = "group",
+    size: Annotated[
+        int | None,
+        typer.Option(
+            min=8, help="Side of a folder's pictures.", show_default="the network's", rich_help_panel="Network"
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Passes over the data; the learning rate's drops move along.",
+            show_default="the paper's: 150 (group), 75 (batch), 90 (imagenet); digits 20",
+            rich_help_panel="Recipe",
+        ),
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate.", show_default="0.1", rich_help_panel="Recipe")
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Images in a step, over all processes.",
+            show_default="128; imagenet 256; digits 32",
+            rich_help_panel="Recipe",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights, order and augmentation.", rich_help_panel="Recipe")] = 0,
+    bf16: Annotated[
+        bool, typer.Option("--bf16", help="Compute in bfloat16 where that is safe.", rich_help_panel="Recipe")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Train on this many images only.", show_default="all")
+    ] = None,
+    data_root: Annotated[
+        Path | None, typer.Option(help="Where data sets are.", show_default="$TESTTIME_DATA", rich_help_panel="Machine")
+    ] = None,
+    device: Device = "auto",
+) -> None:
+    """Train a network.
+
+    Run it again to go on after an interruption, bit for bit.
+    OUT/network.safetensors is the result, OUT/record.json has loss and error
+    by epoch.
+
+    Examples:
+      testtime train --data digits --out runs/digits
+      testtime train --data cifar10 --method joint --bf16 --out runs/cifar
+      testtime train --data photos/ --size 64 --epochs 30 --out runs/photos
+      torchrun --nproc-per-node 4 -m testtime train --data cifar10 --out runs/c
+    """
+    from testtime import data as datasets
+    from testtime.training import is_first, prepare, process_group, tell
+    from testtime.training import train as train_network
+
+    if (target is not None) != (method == "uda"):
+        raise typer.BadParameter("uda needs a target set, and only uda takes one.", param_hint="--target")
+    changes: dict[str, Any] = {"lr": lr, "batch": batch, "method": method, "bf16": bf16}
+    with process_group(pick_device(device)) as place, contextlib.ExitStack() as stack:
+        first = is_first()
+        report = stack.enter_context(progress("train")) if first else None
+        with as_bad_arguments(datasets.DataError):
+            setup = prepare(data, network, depth=depth, norm=norm, size=size, seed=seed, root=data_root, limit=limit)
+            unlabelled = None if target is None else datasets.open(target, data_root)
+            recipe = setup.recipe.change(epochs=epochs, **changes)
+        net = train_network(
+            setup.net.to(place),
+            setup.source,
+            recipe=recipe,
+            folder=out,
+            test=setup.test,
+            target=unlabelled,
+            progress=report,
+        )
+    if first:
+        typer.echo(f"{out / 'network.safetensors'}: {tell(net.card.record['epochs'][-1])}")
+
+
+def predict(
+    images: Annotated[list[Path], typer.Argument(help="Picture files or folders of them.", show_default=False)],
+    checkpoint: Annotated[
+        str | None,
+        typer.Option("--checkpoint", "-c", help="Network file, or a shipped network's name.", show_default="shipped"),
+    ] = None,
+    online: Annotated[
+        bool, typer.Option("--online", help="Keep what was learned from one picture for the next.")
+    ] = False,
+    steps: Annotated[
+        int | None, typer.Option(min=0, help="Gradient steps on each picture.", show_default="10; online 1")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="0.001")] = None,
+    copies: Annotated[int | None, typer.Option(min=1, help="Augmented copies in a step.", show_default="32")] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Adapt only below this confidence of the rotation task.", show_default="1"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the augmentations.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    device: Device = "auto",
+) -> None:
+    """Classify pictures, before and after the network has learned from each.
+
+    A picture's central square is scaled to the network's size. The last
+    column is the change, by adaptation, of the probability of the class that
+    is predicted after it.
+
+    Examples:
+      testtime predict cat.jpg
+      testtime predict holiday/ --online --json
+      testtime predict *.png -c runs/photos/network.safetensors --steps 1
+    """
+    import json
+    from dataclasses import asdict
+
+    from testtime.networks import load
+    from testtime.predict import default_network, find_pictures, prepare_adapter, tell
+    from testtime.predict import predict as predict_pictures
+
+    place = pick_device(device)
+    pictures = find_pictures(images)
+    name = checkpoint or default_network()
+    net = load(name).to(place)
+    if checkpoint is None:
+        typer.echo(f"network: {name} (another one: --checkpoint)", err=True)
+    together = 16 if place.startswith("cuda") and not online else 1
+    with as_bad_arguments():
+        adapter = prepare_adapter(
+            net, online, together, steps=steps, lr=lr, copies=copies, threshold=threshold, seed=seed
+        )
+    answers = predict_pictures(adapter, net.card, pictures, together)
+    if as_json:
+        typer.echo(json.dumps({"network": name, "answers": [asdict(answer) for answer in answers]}, indent=1))
+        return
+    for answer in answers:
+        typer.echo(tell(answer))
+
+
+def info(
+    checkpoint: Annotated[str, typer.Argument(help="Network file, or a shipped network's name.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Say what a checkpoint holds: architecture, classes, parameters, and how it was trained.
+
+    Example:
+      testtime info runs/digits/network.safetensors
+    """
+    import json
+
+    from testtime.predict import summarise, tell_summary
+
+    summary = summarise(checkpoint)
+    typer.echo(json.dumps(summary, indent=1) if as_json else tell_summary(summary))
