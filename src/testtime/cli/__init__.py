@@ -54,7 +54,7 @@ def run(arguments: list[str]) -> int:
         The exit code.
     """
     try:
-        code = app(args=arguments or ["--help"], prog_name="testtime", standalone_mode=False)
+        code = app(args=arguments or ["--help"], prog_name="testtime", standalone_mode=False, obj=arguments)
         sys.stdout.flush()
         if code == 130:
             print("stopped", file=sys.stderr)

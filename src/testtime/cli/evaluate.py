@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ _EACH = "; METHOD=NUMBER for one method. May be repeated."
 
 
 def evaluate(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="The run's folder; if it holds a part of this run, the rest is run.")],
     checkpoint: Annotated[
         str | None,
@@ -130,7 +130,7 @@ def evaluate(
             copies=copies,
             threshold=threshold,
         )
-    command = shlex.join(["testtime", *sys.argv[1:]])
+    command = shlex.join(["testtime", *context.obj])
     with progress("views") as report:
         run = runs.run_plan(plan, out, device=place, command=command, together=together, ray=ray, progress=report)
     typer.echo(runs.tell(run))
@@ -138,6 +138,7 @@ def evaluate(
 
 
 def report(
+    context: typer.Context,
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
     formats: Annotated[
@@ -169,7 +170,7 @@ def report(
     with as_bad_arguments():
         chosen = read_formats(formats)
     measure = "accuracy" if accuracy else "error"
-    command = shlex.join(["testtime", *sys.argv[1:]])
+    command = shlex.join(["testtime", *context.obj])
     with progress("figures") as show:
         results = publish(
             runs,
