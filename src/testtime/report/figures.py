@@ -34,13 +34,13 @@ def draw_bars(results: Mapping[str, Any], inline: bool = True) -> str:
             values = [entry["modes"][mode]["error"] for entry in results["sets"]] + [summary[mode]["mean"]]
             heights = [row + (place - 1) * height for row in range(len(titles))]
             bars = axes.barh(heights, values, height * 0.9, color=COLOURS[mode], label=mode)
-            axes.bar_label(bars, [f"{value:.0f}" for value in values], padding=2, fontsize=9, color=_INK)
+            axes.bar_label(bars, [f"{value:.1f}" for value in values], padding=2, fontsize=8.5, color=_INK)
         axes.set_yticks(range(len(titles)), titles)
         axes.get_yticklabels()[-1].set_fontweight("bold")
         axes.axhline(len(titles) - 1.5, color=_RULE, linewidth=1)
         axes.invert_yaxis()
         axes.set_xlabel("wrong predictions in %")
-        axes.margins(x=0.09, y=0.01)
+        axes.margins(x=0.1, y=0.01)
         axes.grid(axis="x", color=_RULE, linewidth=0.7)
         axes.tick_params(axis="y", length=0)
         figure.legend(*axes.get_legend_handles_labels(), ncols=3, loc="outside upper left", frameon=False)
@@ -60,11 +60,12 @@ def draw_streams(results: Mapping[str, Any], window: int = 100, inline: bool = T
                 curve = window_error(entry["modes"][mode]["stream"], window)
                 axes.plot(*curve, color=COLOURS[mode], linewidth=2.2, label=mode)
             axes.set_title(entry["title"], fontsize=11, loc="left")
-            axes.set_ylim(0)
             axes.grid(axis="y", color=_RULE, linewidth=0.7)
-        for axes in grid.flat[len(shifts) :]:
-            axes.set_visible(False)
-            grid[-2 if panels > 1 else -1, -1].tick_params(labelbottom=True)
+        grid[0, 0].set_ylim(0)  # after all curves: the panels share it
+        for place in range(len(shifts), panels * columns):
+            grid.flat[place].set_visible(False)
+            if place >= columns:
+                grid.flat[place - columns].tick_params(labelbottom=True)
         figure.supxlabel("images seen", fontsize=11)
         figure.supylabel(f"wrong of the last {window}, in %", fontsize=11)
         figure.legend(*grid[0, 0].get_legend_handles_labels(), ncols=2, loc="outside upper left", frameon=False)
@@ -116,8 +117,8 @@ def _svg(draw: Any, size: tuple[float, float], inline: bool, salt: str) -> str:
             svg = svg.replace(stand_in, colour)
         return svg
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor").replace(_RULE, "var(--rule)")
-    svg = re.sub(r"font: ((?:bold |\d+ )*)([\d.]+px) [^;\"]*", r"font: \1\2 inherit", svg)
-    svg = re.sub(r"font: ((?:bold |\d+ )*)([\d.]+px) inherit", _own_font, svg)
+    svg = re.sub(r'(id="|href="#|url\(#)', rf"\1{salt}-", svg)  # names must differ between the figures of a page
+    svg = re.sub(r"font: ((?:bold |\d+ )*)([\d.]+px) [^;\"]*", _own_font, svg)
     return re.sub(r'<svg ([^>]*?)height="[^"]*" ([^>]*?)width="[^"]*"', r"<svg \1\2", svg, count=1)
 
 
