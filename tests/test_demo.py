@@ -129,7 +129,7 @@ def test_samples_are_spread_flips_and_one_that_became_wrong() -> None:
 
 
 def test_a_run_leaves_a_page_and_its_numbers(folder: Path, results: dict[str, Any]) -> None:
-    assert sorted(path.name for path in folder.iterdir()) == ["demo.json", "index.html"]
+    assert sorted(path.name for path in folder.iterdir()) == ["demo.json", "index.html", "network.safetensors"]
     assert results["quick"] is True
     assert results["seed"] == 3
     assert results["command"].endswith("--epochs 1 --seed 3 --quick")

@@ -21,7 +21,8 @@ def demo(
     """Train on the built-in digits, shift the test digits, adapt, and write a page.
 
     It needs no download and no GPU, and takes two to three minutes on two free cores.
-    OUT/index.html is the page, OUT/demo.json has every number on it.
+    OUT/index.html is the page, OUT/demo.json has every number on it,
+    OUT/network.safetensors is the network.
 
     Example:
       testtime demo --out demo
