@@ -1,4 +1,4 @@
-"""`testtime demo`: the two minutes that show what it is about."""
+"""`testtime demo`: the three minutes that show what it is about."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def demo(
 ) -> None:
     """Train on the built-in digits, shift the test digits, adapt, and write a page.
 
-    It needs no download and no GPU, and takes two to three minutes on two free cores.
+    It needs no download and no GPU, and takes about three minutes on two cores.
     OUT/index.html is the page, OUT/demo.json has every number on it,
     OUT/network.safetensors is the network.
 
