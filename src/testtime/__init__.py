@@ -22,6 +22,7 @@ from testtime.augment import CropFlip, ResizedCropFlip
 from testtime.evaluate import Flips, Record, error, evaluate, flips, running_error
 from testtime.networks import Card, CheckpointError, YNet, load, resnet18, resnet26, resnet50, shipped, split
 from testtime.randomness import Draws
+from testtime.streams import Streams
 from testtime.tasks import Rotation, Task
 from testtime.training import Recipe, TrainingError, train
 
@@ -46,6 +47,7 @@ __all__ = [
     "ResizedCropFlip",
     "Rotation",
     "Settings",
+    "Streams",
     "Task",
     "TrainingError",
     "YNet",
