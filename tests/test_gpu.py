@@ -180,9 +180,9 @@ def test_a_captured_function_takes_new_inputs() -> None:
 
 def test_arithmetic_is_put_back() -> None:
     before = torch.get_float32_matmul_precision()
-    with arithmetic("tf32"):
+    with arithmetic("tf32", torch.device("cuda")):
         assert torch.get_float32_matmul_precision() == "high"
-    with arithmetic("fp32"):
+    with arithmetic("fp32", torch.device("cuda")):
         assert torch.get_float32_matmul_precision() == "highest"
     assert torch.get_float32_matmul_precision() == before
 

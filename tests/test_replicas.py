@@ -211,7 +211,8 @@ def check_steps(
     for s in range(count):
         alone = learn_alone(net, images[s], targets[s], steps, optimizer)(images[s])
         assert torch.allclose(logits[s], alone, atol=tolerance, rtol=0)
-        assert (alone - net(images[s])).abs().max() > tolerance / 2  # something was learned
+        least = tolerance / 2 if name == "flattening" else 10 * tolerance  # that one's features are small
+        assert (alone - net(images[s])).abs().max() > least  # something was learned
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

@@ -369,7 +369,7 @@ class Episodic(Adapter):
     """Every image is its own episode: learn from it, predict it, forget it (the paper's standard version).
 
     An image's answer depends on the network, the settings, the image and its sample number, and on nothing else: not on
-    the other images of the batch, their order, or how many episodes run side by side.
+    the other images of the batch, their order, or, but for rounding, how many episodes run side by side.
 
     Args:
         net: The network; it is copied.

@@ -1,0 +1,44 @@
+"""The choice of how many episodes run side by side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from testtime import calibrate
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_CHOICES", {})
+
+
+def test_the_highest_rate_is_taken() -> None:
+    assert calibrate.fastest("key", (1, 4, 16), {1: 1.0, 4: 2.0, 16: 12.0}.__getitem__) == 4  # 1, 2 and 1.33 a second
+
+
+def test_a_larger_count_must_earn_its_memory() -> None:
+    assert calibrate.fastest("key", (1, 4), {1: 1.0, 4: 3.8}.__getitem__) == 1  # faster by a twentieth only
+
+
+def test_what_was_found_once_is_not_tried_again() -> None:
+    tried: list[int] = []
+
+    def trial(count: int) -> float:
+        tried.append(count)
+        return 1.0
+
+    assert [calibrate.fastest("key", (1, 8), trial) for _ in range(2)] == [8, 8]
+    assert tried == [1, 8]
+    assert calibrate.fastest("other", (1, 8), trial) == 8
+    assert tried == [1, 8, 1, 8]
+
+
+@pytest.mark.parametrize(("fits", "expected"), [(16, 16), (64, 64), (0, 16)])
+def test_counts_that_do_not_fit_into_memory_are_passed_over(fits: int, expected: int) -> None:
+    def trial(count: int) -> float:
+        if count > fits:
+            raise torch.OutOfMemoryError
+        return 1.0
+
+    assert calibrate.fastest("key", (16, 64, 256), trial) == expected
