@@ -22,10 +22,12 @@ from testtime.corruptions import CORRUPTIONS
 from testtime.data import DataError
 from testtime.evaluate import Record, evaluate, stream_order
 from testtime.networks import load
+from testtime.networks.ynet import CheckpointError
 from testtime.runs import Method, Plan, RunError, Source, Unit, make_plan, open_run, read_study, run_plan, studies, tell
 from testtime.runs import plan as plans
 from testtime.runs.cluster import cut, start_ray
-from testtime.runs.run import BATCH, Facts, Workshop, make_groups, read_ahead
+from testtime.runs.plan import fill
+from testtime.runs.run import Facts, Workshop, choose_batch, make_groups, read_ahead
 from testtime.runs.units import COLUMNS, hold_folder, join_columns, make_columns, read_unit, write_unit
 
 SMALL = {"copies": ["2"], "lr": ["0.05"], "steps": ["1"]}
@@ -149,6 +151,100 @@ def test_seeds_are_units_of_their_own(networks: dict[str, str], tmp_path: Path) 
     first, second = (unit.columns() for unit in run.units)
     assert first["sample"].tolist() == stream_order(500, 0)[:6].tolist()
     assert second["sample"].tolist() == stream_order(500, 1)[:6].tolist()
+
+
+@pytest.fixture(scope="module")
+def own_networks(networks: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """For each of the sets a network of its own, as a file's pattern."""
+    folder = tmp_path_factory.mktemp("own")
+    for seed, set_name in enumerate(SETS):
+        net = resnet26(depth=8, channels=1, size=8, seed=10 + seed)
+        net.describe(classes=tuple("0123456789"), augment={"name": "crop-flip", "padding": 1, "flip": False})
+        net.save(folder / f"{set_name}.safetensors")
+    return str(folder / "{set}.safetensors")
+
+
+STUDY = (
+    'data = ["digits", "digits-c/contrast/5", "digits-gradual/shot_noise"]\nlimit = 20\n'
+    '[methods.uda]\nmode = "fixed"\nnetwork = "uda"\n'
+    '[methods.both]\nmode = "online"\nnetwork = "uda"\ncopies = 2\nlr = 0.05\n'
+    '[methods.each]\nmode = "episodic"\nnetwork = "uda"\ncopies = 2\nlr = 0.05\nsteps = 1\n'
+)
+
+
+@pytest.fixture(scope="module")
+def own_plan(own_networks: str, tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    study = tmp_path_factory.mktemp("study") / "own.toml"
+    study.write_text(STUDY)
+    return make_plan(study, networks={"uda": own_networks})
+
+
+def test_every_set_can_have_a_network_of_its_own(own_plan: Plan, own_networks: str, tmp_path: Path) -> None:
+    run = run_plan(own_plan, tmp_path / "run", together=3)
+    assert len(run.units) == 9
+    for unit in run.units:
+        net, test_set = load(fill(own_networks, unit.set_name)), data.open(unit.set_name, size=8)
+        adapter = own_plan.method(unit.method).make(net, 0, 8)
+        expected = make_columns(evaluate(adapter, test_set, limit=20))
+        assert {n: c.tolist() for n, c in unit.columns().items()} == {n: c.tolist() for n, c in expected.items()}
+        assert unit.about["together"] == 1  # streams of different networks do not go side by side
+    marks = run.configuration["networks"]["uda"]["fingerprint"]
+    assert marks == {name: load(fill(own_networks, name)).fingerprint() for name in SETS}
+    assert len(set(marks.values())) == 3
+
+
+def test_of_the_sets_networks_one_is_open_at_a_time(own_plan: Plan) -> None:
+    shop = Workshop(own_plan)
+    nets = [shop.net("uda", name) for name in SETS]
+    assert len({id(net) for net in nets}) == 3
+    assert [net for _, net in shop._held.values()] == nets[-1:]
+    assert len(shop.fingerprints) == 3
+
+
+def test_a_missing_network_is_said_before_anything_runs(
+    own_plan: Plan, own_networks: str, networks: dict[str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "own"
+    copy_of(Path(own_networks).parent, folder)
+    pattern = str(folder / "{set}.safetensors")
+    lost = folder / "digits-c/contrast/5.safetensors"
+    whole = lost.read_bytes()
+    plan = Plan(**vars(own_plan) | {"networks": {"uda": pattern}})
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=r"The network uda of digits-c/contrast/5: No file .*contrast/5"):
+        run_plan(plan, tmp_path / "run")
+    other = resnet26(depth=8, channels=1, size=16)
+    other.save(lost)
+    with pytest.raises(ValueError, match=r"5\.safetensors is another kind of network than .*digits\.safetensors"):
+        run_plan(plan, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    lost.write_bytes(whole)
+    shop = Workshop(plan)
+    shop.net("uda", SETS[1])
+    shop.net("uda", SETS[0])
+    lost.write_bytes(Path(networks["checkpoint"]).read_bytes())
+    with pytest.raises(CheckpointError, match="was replaced while the run was going on"):
+        shop.net("uda", SETS[1])
+
+
+def test_adapters_serve_all_sets_of_a_method_and_seed(
+    plan: Plan, own_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[str, int]] = []
+    real = Method.make
+
+    def make(method: Method, net: Any, seed: int, parallel: Any) -> Any:
+        made.append((method.name, seed))
+        return real(method, net, seed, parallel)
+
+    two = Plan(**vars(plan) | {"seeds": (0, 1), "limit": 3})
+    monkeypatch.setattr(Method, "describe", lambda method, net: {})
+    monkeypatch.setattr(Method, "make", make)
+    run_plan(two, tmp_path / "run")
+    assert made == [(name, seed) for seed in (0, 1) for name in ("plain", "fixed", "episodic", "online")]
+    made.clear()
+    run_plan(Plan(**vars(own_plan) | {"limit": 3}), tmp_path / "own")
+    assert made == [(name, 0) for name in ("uda", "both", "each") for _ in SETS]
 
 
 def test_a_folder_of_pictures_has_the_networks_classes(networks: dict[str, str], tmp_path: Path) -> None:
@@ -425,6 +521,21 @@ def test_the_methods_follow_the_networks() -> None:
     assert [(method.name, method.network) for method in both.methods][:2] == [("plain", "baseline"), ("fixed", "joint")]
     only = make_plan(checkpoint="x", baseline="y", data=["digits"], methods="online")
     assert only.networks == {"joint": "x"}
+    others = make_plan(baseline="y", networks={"alp": "a", "uda": "{set}"}, data=["digits"])
+    assert [(m.name, m.mode, m.network) for m in others.methods] == [
+        ("plain", "fixed", "baseline"),
+        ("alp", "fixed", "alp"),
+        ("uda", "fixed", "uda"),
+    ]
+    assert others.networks == {"baseline": "y", "alp": "a", "uda": "{set}"}
+
+
+def test_a_networks_file_may_depend_on_the_set() -> None:
+    assert fill("net.safetensors", "digits-c/fog/5") == "net.safetensors"
+    assert fill("uda/{set}.safetensors", "digits-c/fog/5") == "uda/digits-c/fog/5.safetensors"
+    assert fill("{corruption}-{level}", "digits-c/fog/5") == "fog-5"
+    assert fill("{corruption}-{level}", "digits") == "original-0"
+    assert fill("{corruption}-{level}", "digits-gradual/shot_noise") == "shot_noise-0"
 
 
 def test_overrides_are_for_all_that_learn_or_for_one() -> None:
@@ -434,6 +545,19 @@ def test_overrides_are_for_all_that_learn_or_for_one() -> None:
     assert plan.method("fixed").settings == {}
     assert plan.method("episodic").settings == {"lr": 0.1, "steps": 3, "threshold": 0.5, "copies": 4}
     assert plan.method("online").settings == {"lr": 0.2, "threshold": 0.5, "copies": 4}
+
+
+def test_the_precision_is_the_methods_unless_another_is_asked_for(tmp_path: Path) -> None:
+    study = tmp_path / "study.toml"
+    study.write_text('[methods.a]\nmode = "online"\nprecision = "bf16"\n[methods.b]\nmode = "episodic"\n')
+    said = [
+        [method.describe(resnet26(depth=8))["settings"]["precision"] for method in made.methods]
+        for made in (
+            make_plan(study, checkpoint="x", data=["digits"], precision=words)
+            for words in (None, ["tf32"], ["a=fp32", "tf32"])
+        )
+    ]
+    assert said == [["bf16", "fp32"], ["tf32", "tf32"], ["fp32", "tf32"]]
 
 
 @pytest.mark.parametrize(
@@ -458,6 +582,11 @@ def test_overrides_are_for_all_that_learn_or_for_one() -> None:
         ({"lr": ["-1"]}, "episodic: `lr` must be positive"),
         ({"lr": ["nan"]}, "--lr must be a number"),
         ({"threshold": ["online=2"]}, "online: `threshold`"),
+        ({"precision": ["fp64"]}, "--precision must be one of fp32, tf32, bf16, got 'fp64'"),
+        ({"networks": {"joint": "y"}}, "The network 'joint' was given twice: x and y"),
+        ({"networks": {"online": "y"}}, "cannot be called 'online'"),
+        ({"networks": {"uda": ""}}, "--network uda: which file"),
+        ({"networks": {"uda": "y"}, "study": "digits"}, "No method uses the network 'uda'"),
         ({"study": "nonsense"}, "No file and no study is called 'nonsense'"),
     ],
 )
@@ -474,9 +603,16 @@ def test_a_plan_survives_being_sent(networks: dict[str, str]) -> None:
         assert Plan.from_json(plan.to_json()) == plan
 
 
+def plan_of(study: str) -> Plan:
+    """A study with all networks that it asks for."""
+    names = {method.get("network") for method in read_study(study)["methods"].values()}
+    others = {name: name for name in sorted(names - {None, "joint", "baseline"})}
+    return make_plan(study, checkpoint="x", baseline="y", networks=others)
+
+
 @pytest.mark.parametrize("name", studies())
 def test_every_study_is_a_plan_and_says_what_it_is(name: str) -> None:
-    plan = make_plan(name, checkpoint="x", baseline="y")
+    plan = plan_of(name)
     assert plan.title
     net = resnet26(depth=8)
     for method in plan.methods:
@@ -485,14 +621,16 @@ def test_every_study_is_a_plan_and_says_what_it_is(name: str) -> None:
 
 
 def test_the_studies_are_the_papers() -> None:
-    made = {name: make_plan(name, checkpoint="x", baseline="y") for name in studies()}
-    ours = "bn cifar10-1 cifar10-c digits fast gradual imagenet-c threshold vid-cifar7 vid-robust"
+    made = {name: plan_of(name) for name in studies()}
+    ours = "baselines bn cifar10-1 cifar10-c digits fast gradual imagenet-c threshold vid-cifar7 vid-robust"
     assert studies() == tuple(ours.split())
     assert names(made["cifar10-c"]) == ["cifar10", *(f"cifar10-c/{c}/{n}" for c in CORRUPTIONS for n in range(1, 6))]
     assert names(made["imagenet-c"]) == ["imagenet", *(f"imagenet-c/{c}/5" for c in CORRUPTIONS)]
     assert made["bn"].method("episodic").settings["threshold"] == 0.9
     assert [method.name for method in made["bn"].methods] == ["plain", "fixed", "episodic"]
     assert made["fast"].method("fast").settings == {"steps": 1, "lr": 0.01}
+    assert [(method.name, method.network) for method in made["baselines"].methods] == [("uda", "uda"), ("alp", "alp")]
+    assert names(made["baselines"]) == ["cifar10", *(f"cifar10-c/{c}/5" for c in CORRUPTIONS)]
     assert len(names(made["gradual"])) == 3
     for name in ("cifar10-c", "gradual", "cifar10-1", "vid-cifar7"):
         assert [method.name for method in made[name].methods] == ["plain", "fixed", "episodic", "online"]
@@ -513,7 +651,8 @@ def test_arguments_go_before_the_study() -> None:
         ('seeds = ["a"]', "`seeds` must be integers"),
         ("[methods]\nonline = 3", "must be a table with a mode"),
         ('[methods.a]\nmode = "magic"', "a: `mode` must be one of fixed, episodic, online"),
-        ('[methods.a]\nmode = "online"\nnetwork = "z"', "a: `network` must be one of"),
+        ('[methods.a]\nmode = "online"\nnetwork = "z"', "a needs the z network: give --network z=FILE"),
+        ('[methods.a]\nmode = "online"\nnetwork = 3', "a: `network` must be a network's name, got 3"),
         ('[methods.a]\nmode = "online"\nspeed = 3', "a: no setting is called 'speed'"),
         ('[methods.a]\nmode = "fixed"\nlr = 1.0', "a learns nothing"),
         ('[methods.a]\nmode = "online"\nupdate = "all"', "a: `update` must be one of"),
@@ -536,7 +675,7 @@ def test_jobs_cover_every_sample_once_and_cut_no_batch(count: int, kind: str) ->
     plan = Plan({"joint": "x"}, (Source("a"),), (Method("e", "episodic"), Method("f", "fixed"), Method("o", "online")))
     covered: dict[tuple[str, str, int], list[int]] = {}
     for job in cut(plan, plan.units(), {"a": Facts("a", count, (1, 8, 8))}, torch.device(kind), 0):
-        assert job.start % BATCH[kind] == 0
+        assert job.start % choose_batch((1, 8, 8), torch.device(kind)) == 0
         for key in job.units:
             assert key[0] != "o" or (job.start, job.stop) == (0, count)
             covered.setdefault(key, []).extend(range(job.start, job.stop))
@@ -587,6 +726,10 @@ def test_the_command_runs_resumes_and_refuses(
         (["-c", "none.safetensors", "--data", "nonsense"], 2, "fits no data set"),
         (["-c", "none.safetensors", "--matrix", "nonsense"], 2, "no study is called 'nonsense'"),
         (["-c", "none.safetensors", "--data", "digits", "--limit", "0"], 2, "--limit"),
+        (["--network", "uda", "--data", "digits"], 2, "--network must be NAME=FILE, got 'uda'"),
+        (["--network", "a=x", "--network", "a=y", "--data", "digits"], 2, "--network names 'a' twice"),
+        (["--network", "uda={set}.safetensors", "--data", "digits"], 1, "The network uda of digits: No file"),
+        (["-c", "none.safetensors", "--data", "digits", "--precision", "half"], 2, "--precision must be one of"),
     ],
 )
 def test_bad_arguments_get_one_line(

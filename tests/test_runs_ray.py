@@ -26,8 +26,13 @@ def test_a_run_over_ray_with_a_worker_killed_is_the_run_of_one_process(
     net = resnet26(depth=8, channels=1, size=8)
     net.describe(classes=tuple("0123456789"), augment={"name": "crop-flip", "padding": 1, "flip": False})
     net.save(tmp_path / "net.safetensors")
+    for name, seed in (("digits", 1), ("digits-c/fog/5", 2)):
+        own = resnet26(depth=8, channels=1, size=8, seed=seed)
+        own.card = net.card
+        own.save(tmp_path / "own" / f"{name}.safetensors")
     plan = make_plan(
         checkpoint=tmp_path / "net.safetensors",
+        networks={"uda": tmp_path / "own" / "{set}.safetensors"},
         data=["digits", "digits-c/fog/5"],
         limit=75,
         shuffle=True,
@@ -58,12 +63,12 @@ def test_a_run_over_ray_with_a_worker_killed_is_the_run_of_one_process(
         spread = run_plan(plan, tmp_path / "spread", ray="local", progress=lambda *said: told.append(said))
     alone = run_plan(plan, tmp_path / "alone")
     assert all_columns(spread) == all_columns(alone)
-    assert len(spread.units) == 6
+    assert len(spread.units) == 8
     shards = {unit.title: unit.about["shards"] for unit in spread.units}
     assert shards == {u.title: 1 if u.method == "online" else 3 for u in alone.units}
     # The job was begun by two workers, and every other job by one.
     assert len({file.name.rsplit("-", 1)[1] for file in tries.glob("episodic-digits-c-fog-5-32-*")}) == 2
-    assert len(list(tries.iterdir())) == 14 + 1
+    assert len(list(tries.iterdir())) == 20 + 1
     assert told[-1][0] == told[-1][1]
     assert open_run(tmp_path / "spread").configuration == alone.configuration
 

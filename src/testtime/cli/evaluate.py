@@ -23,6 +23,14 @@ def evaluate(
     baseline: Annotated[
         str | None, typer.Option(help="Network trained on classes only, for the method plain.", show_default=False)
     ] = None,
+    network: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE",
+            help="A further network; FILE may hold {set}, {corruption}, {level}. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(help="cifar10-c, digits-c, cifar10-c/*/5, cifar10.1, a folder, …; may be repeated."),
@@ -32,7 +40,10 @@ def evaluate(
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option(help="Of plain, fixed, episodic, online (or the study's).", show_default="all that have networks"),
+        typer.Option(
+            help="Of plain, fixed, episodic, online, a network's name (or the study's).",
+            show_default="all that have networks",
+        ),
     ] = None,
     levels: Annotated[
         str | None, typer.Option(help="Levels of corrupted sets: 1-5, 5, 1,3.", show_default="all")
@@ -73,6 +84,14 @@ def evaluate(
             rich_help_panel="Method",
         ),
     ] = None,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Arithmetic of learning: fp32, tf32 or bf16; METHOD=… for one method. May be repeated.",
+            show_default="the study's, else fp32",
+            rich_help_panel="Method",
+        ),
+    ] = None,
     data_root: Annotated[
         Path | None, typer.Option(help="Where data sets are.", show_default="$TESTTIME_DATA", rich_help_panel="Machine")
     ] = None,
@@ -106,6 +125,7 @@ def evaluate(
       testtime eval -c net.safetensors --data photos/ --lr 0.003 --out runs/p
       testtime eval -c net.safetensors --data cifar10-c --shuffle --out runs/c
       testtime eval -c net.safetensors --matrix gradual --out runs/gradual
+      testtime eval --network uda=uda/{set}.safetensors --data digits --out u
     """
     from testtime import data as datasets
     from testtime import runs
@@ -116,6 +136,7 @@ def evaluate(
             matrix,
             checkpoint=checkpoint,
             baseline=baseline,
+            networks=_read_networks(network or []),
             data=data,
             methods=methods,
             levels=levels,
@@ -129,12 +150,26 @@ def evaluate(
             lr=lr,
             copies=copies,
             threshold=threshold,
+            precision=precision,
         )
     command = shlex.join(["testtime", *context.obj])
     with progress("views") as report:
         run = runs.run_plan(plan, out, device=place, command=command, together=together, ray=ray, progress=report)
     typer.echo(runs.tell(run))
     typer.echo(f"{out}: {len(run.units)} units")
+
+
+def _read_networks(texts: list[str]) -> dict[str, str]:
+    """Files by name from texts NAME=FILE."""
+    files: dict[str, str] = {}
+    for text in texts:
+        name, equals, file = text.partition("=")
+        if not (name and equals and file):
+            raise ValueError(f"--network must be NAME=FILE, got {text!r}.")
+        if name in files:
+            raise ValueError(f"--network names {name!r} twice.")
+        files[name] = file
+    return files
 
 
 def report(

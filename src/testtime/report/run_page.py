@@ -278,7 +278,8 @@ def describe_run(run: Run) -> list[tuple[str, str, bool]]:
     for role, network in networks.items() if isinstance(networks, Mapping) else ():
         architecture = network.get("architecture") if isinstance(network, Mapping) else None
         text = _pairs(architecture) if isinstance(architecture, Mapping) else str(network)
-        mark = str(network.get("fingerprint", ""))[:12] if isinstance(network, Mapping) else ""
+        mark = network.get("fingerprint", "") if isinstance(network, Mapping) else ""
+        mark = f"one for each of {len(mark)} sets" if isinstance(mark, Mapping) else str(mark)[:12]
         facts.append((f"Network, {role}", f"{text}{f'; fingerprint {mark}' if mark else ''}", False))
     methods = plan.get("methods")
     for method, settings in methods.items() if isinstance(methods, Mapping) else ():

@@ -1,12 +1,14 @@
 """Evaluation runs: methods × test sets × seeds, kept in a folder that can be taken up again and read by reports.
 
 units.py    the folder: one file for each finished unit, written whole or not at all; `open_run` reads it
+methods.py  the methods by name: a mode, a network, settings
 plan.py     what to run: from arguments, or from a study in TOML
 run.py      running what is missing, in this process
 cluster.py  the same over Ray
 """
 
-from testtime.runs.plan import Method, Plan, Source, make_plan, read_study, studies
+from testtime.runs.methods import Method
+from testtime.runs.plan import Plan, Source, make_plan, read_study, studies
 from testtime.runs.run import run_plan
 from testtime.runs.units import Run, RunError, Unit, open_run, tell
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from testtime.machine import describe_machine
-from testtime.runs.plan import Plan, Role
-from testtime.runs.run import BATCH, Columns, Facts, Meter, Workshop, make_groups
+from testtime.runs.plan import Plan
+from testtime.runs.run import Columns, Facts, Meter, Workshop, choose_batch, make_groups
 from testtime.runs.units import Unit, join_columns
 
 SHARD = 512
@@ -57,7 +57,7 @@ def run_on_ray(
     address: str,
     meter: Meter,
     keep: Callable[..., None],
-    fingerprints: Mapping[Role, str],
+    fingerprints: Mapping[str, str],
 ) -> None:
     """Run units over Ray's workers.
 
@@ -69,7 +69,7 @@ def run_on_ray(
         address: "local" starts workers on this machine; else where the cluster is, "auto" for the one around here.
         meter: Is told how far it is.
         keep: Is given every unit that is finished, with its columns, seconds and hardware.
-        fingerprints: Of the networks, for the workers to compare with what they find.
+        fingerprints: Of the networks by file, for the workers to compare with what they find.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
@@ -149,7 +149,6 @@ def cut(
     plan: Plan, units: Sequence[Unit], facts: Mapping[str, Facts], device: torch.device, gpus: int
 ) -> Iterator[Job]:
     """Cut units into jobs."""
-    shard = max(1, SHARD // BATCH.get(device.type, 32)) * BATCH.get(device.type, 32)
     for group in make_groups(plan, units, facts, device):
         count = facts[group[0].set_name].count
         if plan.method(group[0].method).mode == "online":
@@ -157,19 +156,23 @@ def cut(
             for start in range(0, len(group), size):
                 yield Job(tuple(_key(unit) for unit in group[start : start + size]), 0, count)
             continue
+        batch = choose_batch(facts[group[0].set_name].shape, device)
+        shard = max(1, SHARD // batch) * batch
         for start in range(0, max(count, 1), shard):
             yield Job((_key(group[0]),), start, min(start + shard, count))
 
 
-def do_job(shared: tuple[str, str, dict[Role, str], dict[str, str]], job: Job) -> tuple[list[Columns], float, str]:
+def do_job(shared: tuple[str, str, dict[str, str], dict[str, str]], job: Job) -> tuple[list[Columns], float, str]:
     """What a worker does: the columns of the job's units, the seconds it took, and the hardware."""
     text, kind, networks, sets = shared
     shop = _workshop(text, kind)
     units = [Unit.of(*key) for key in job.units]
-    for role, found_here in shop.fingerprints.items():
-        if found_here != networks[role]:
-            raise ValueError(f"{shop.plan.networks[role]} is another network on this machine than where the run began.")
     for unit in units:
+        name = shop.plan.method(unit.method).network
+        file = shop.plan.file(name, unit.set_name)
+        shop.net(name, unit.set_name)
+        if shop.fingerprints[file] != networks[file]:
+            raise ValueError(f"{file} is another network on this machine than where the run began.")
         if shop.facts(unit.set_name).fingerprint != sets[unit.set_name]:
             raise ValueError(f"{unit.set_name} is another set on this machine than where the run began.")
     begin = time.perf_counter()

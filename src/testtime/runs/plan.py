@@ -9,106 +9,21 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-from testtime import augment as augmentations
 from testtime import data as datasets
-from testtime.adapt import Adapter, Episodic, Fixed, Online
 from testtime.corruptions import CORRUPTIONS
 from testtime.data.registry import WHAT
-from testtime.learner import Settings
-from testtime.networks.ynet import YNet
-from testtime.runs.units import Unit
-from testtime.streams import Streams
-from testtime.tasks import Rotation
-
-Mode = Literal["fixed", "episodic", "online"]
-Role = Literal["joint", "baseline"]
+from testtime.runs.methods import BASELINE, JOINT, USUAL, Method, override, read_method
+from testtime.runs.units import Unit, read_shift
 
 STUDIES = Path(__file__).parent.parent / "studies"
-_SETTINGS = ("steps", "lr", "copies", "threshold", "update", "guard", "precision", "augment", "turns")
 _STUDY = ("title", "data", "levels", "corruptions", "original", "seeds", "shuffle", "limit", "methods")
-_STEPS: dict[Mode, int] = {"fixed": 0, "episodic": 10, "online": 1}
-_LOOK = 4  # views of an image in one look at it: its four turns
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to predict a test set, by a name of its own.
-
-    Attributes:
-        name: What it is called in the run.
-        mode: `fixed`, `episodic` or `online`.
-        network: Which network it starts from: `joint`, or the `baseline` that was trained on classes only.
-        settings: Fields of `Settings` that differ from the defaults: steps, lr, copies, threshold, update, guard,
-            precision; `augment` as a network's card has it; `turns`, "random" or "all", for the rotation task.
-    """
-
-    name: str
-    mode: Mode
-    network: Role = "joint"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, choices in (("mode", get_args(Mode)), ("network", get_args(Role))):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{self.name}: `{name}` must be one of {', '.join(choices)}, got {getattr(self, name)!r}."
-                )
-        for name in self.settings:
-            if name not in _SETTINGS:
-                raise ValueError(f"{self.name}: no setting is called {name!r}; there are {', '.join(_SETTINGS)}.")
-        if self.mode == "fixed" and self.settings:
-            raise ValueError(f"{self.name} learns nothing, so it takes no settings, got {', '.join(self.settings)}.")
-        try:
-            Settings(**self._arguments(0))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{self.name}: {error}") from None
-
-    def make(self, net: YNet, seed: int, parallel: int | Literal["auto"] = "auto") -> Adapter:
-        """The adapter."""
-        if self.mode == "fixed":
-            return Fixed(net)
-        if self.mode == "episodic":
-            return Episodic(net, parallel=parallel, **self._arguments(seed))
-        return Online(net, **self._arguments(seed))
-
-    def make_streams(self, net: YNet, seed: int, count: int) -> Streams:
-        """The same for `count` streams that advance together; for an online method."""
-        return Streams(net, count, **self._arguments(seed))
-
-    def describe(self, net: YNet) -> dict[str, Any]:
-        """What decides its answers on a network, defaults written out, as JSON could hold it."""
-        settings = self.make(net, 0, 1).settings.describe() if self.mode != "fixed" else {}
-        settings.pop("seed", None)  # it belongs to the unit
-        return {"mode": self.mode, "network": self.network, "settings": settings}
-
-    @property
-    def copies(self) -> int:
-        """Augmented copies in one step."""
-        return int(self.settings.get("copies", 32))
-
-    @property
-    def cost(self) -> int:
-        """Views that the network sees for one image, a step's counted three times since it goes back as well."""
-        if self.mode == "fixed":
-            return _LOOK
-        steps = int(self.settings.get("steps", _STEPS[self.mode]))
-        return 2 * _LOOK + 3 * steps * self.copies * (4 if self.settings.get("turns") == "all" else 1)
-
-    def _arguments(self, seed: int) -> dict[str, Any]:
-        given = {"steps": _STEPS[self.mode], "seed": seed, **self.settings}
-        turns, augment = given.pop("turns", None), given.pop("augment", None)
-        if turns is not None:
-            given["task"] = Rotation(turns)
-        if augment is not None:
-            given["augment"] = augmentations.make(augment)
-        return given
+_OPTIONS = {JOINT: "--checkpoint", BASELINE: "--baseline"}
 
 
 @dataclass(frozen=True)
@@ -129,7 +44,8 @@ class Plan:
     """Everything a run is to do.
 
     Attributes:
-        networks: File, or a shipped network's name, for each role that the methods use.
+        networks: For each network's name its file, or a shipped network's name. A file that holds `{set}`,
+            `{corruption}` or `{level}` is another one for every test set, see `fill`.
         sources: The test sets.
         methods: The methods.
         seeds: Seeds; each is a run of everything with other augmentations, and another order if shuffled.
@@ -139,7 +55,7 @@ class Plan:
         title: What it is, for readers.
     """
 
-    networks: Mapping[Role, str]
+    networks: Mapping[str, str]
     sources: tuple[Source, ...]
     methods: tuple[Method, ...]
     seeds: tuple[int, ...] = (0,)
@@ -161,7 +77,7 @@ class Plan:
             raise ValueError(f"`limit` must be at least 1, got {self.limit}.")
         for method in self.methods:
             if method.network not in self.networks:
-                option = "--checkpoint" if method.network == "joint" else "--baseline"
+                option = _OPTIONS.get(method.network, f"--network {method.network}=FILE")
                 raise ValueError(f"The method {method.name} needs the {method.network} network: give {option}.")
 
     def units(self) -> list[Unit]:
@@ -181,6 +97,10 @@ class Plan:
         """A test set by its name."""
         return next(source for source in self.sources if source.name == name)
 
+    def file(self, network: str, set_name: str) -> str:
+        """The file of a network by its name, for a test set."""
+        return fill(self.networks[network], set_name)
+
     def to_json(self) -> str:
         """The plan as text, for `from_json`."""
         return json.dumps(asdict(self))
@@ -194,13 +114,17 @@ class Plan:
         return Plan(**held | {"seeds": tuple(held["seeds"])})
 
 
-# What the four usual names stand for.
-USUAL: dict[str, Method] = {
-    "plain": Method("plain", "fixed", "baseline"),
-    "fixed": Method("fixed", "fixed"),
-    "episodic": Method("episodic", "episodic"),
-    "online": Method("online", "online"),
-}
+def fill(pattern: str, set_name: str) -> str:
+    """The file that a pattern stands for on a test set.
+
+    `{set}` is the set's name (its slashes lead into folders), `{corruption}` and `{level}` are read from it; a set
+    without a corruption has "original" there, one without a level "0".
+    """
+    corruption, level = read_shift(set_name)
+    words = {"{set}": set_name, "{corruption}": corruption or "original", "{level}": str(level or 0)}
+    for field, word in words.items():
+        pattern = pattern.replace(field, word)
+    return pattern
 
 
 def make_plan(
@@ -208,6 +132,7 @@ def make_plan(
     *,
     checkpoint: str | Path | None = None,
     baseline: str | Path | None = None,
+    networks: Mapping[str, str | Path] | None = None,
     data: Sequence[str] | None = None,
     methods: str | Sequence[str] | None = None,
     levels: str | Sequence[int] | None = None,
@@ -225,6 +150,8 @@ def make_plan(
         study: A TOML file, or the name of a study that ships.
         checkpoint: The jointly trained network.
         baseline: The network trained on classes only.
+        networks: Further networks by name, which methods of the study ask for; without a study each is a method of its
+            own name, which predicts with the network as it is. A file may hold `{set}`, `{corruption}` and `{level}`.
         data: Sets: names, patterns such as `cifar10-c/*/5`, or folders of pictures.
         methods: Names: of `plain`, `fixed`, `episodic`, `online`, or those of the study; in a text separated by commas.
         levels: Levels of corrupted sets, such as "1-5" or "1,3,5".
@@ -234,8 +161,8 @@ def make_plan(
         shuffle: Whether to shuffle each set once by the seed.
         limit: Only the first so many images of each set.
         data_root: Where data sets are looked for.
-        **overrides: For `steps`, `lr`, `copies` and `threshold`: texts such as "0.01" (every method that learns) or
-            "online=0.01" (one of them).
+        **overrides: For `steps`, `lr`, `copies`, `threshold` and `precision`: texts such as "0.01" (every method that
+            learns) or "online=0.01" (one of them).
 
     Raises:
         ValueError: Something does not exist, does not fit or is out of range.
@@ -244,25 +171,26 @@ def make_plan(
     wanted = [data] if isinstance(data, str) else data or found.get("data")
     if not wanted:
         raise ValueError("Which test sets? Give --data, such as --data cifar10-c, or a study with --matrix.")
+    files = _name_files(checkpoint, baseline, networks or {})
     if "methods" in found:
-        known = {name: _read_method(name, about) for name, about in found["methods"].items()}
+        known = {name: read_method(name, about) for name, about in found["methods"].items()}
         usual = list(known)
     else:
-        known = USUAL
-        usual = [name for name in known if name != "plain" or baseline is not None]
+        for name in USUAL.keys() & files.keys():
+            raise ValueError(f"A network cannot be called {name!r}: that is a method of another network.")
+        known = USUAL | {name: Method(name, "fixed", name) for name in files if name not in _OPTIONS}
+        usual = [name for name, method in known.items() if method.network in files] or ["fixed"]
+    for name in networks or ():
+        if all(method.network != name for method in known.values()):
+            raise ValueError(f"No method uses the network {name!r}; there are {', '.join(known)}.")
     names = list(dict.fromkeys(_words(methods))) if methods is not None else usual
     for name in names:
         if name not in known:
             raise ValueError(f"No method is called {name!r}; there are {', '.join(known)}.")
     chosen = override([known[name] for name in names], overrides)
-    files: dict[Role, str] = {}
-    if checkpoint is not None:
-        files["joint"] = str(checkpoint)
-    if baseline is not None:
-        files["baseline"] = str(baseline)
-    roles = {method.network for method in chosen}
+    used = {method.network for method in chosen}
     return Plan(
-        networks={role: file for role, file in files.items() if role in roles},
+        networks={name: file for name, file in files.items() if name in used},
         sources=find_sources(
             wanted,
             levels if levels is not None else found.get("levels"),
@@ -276,6 +204,19 @@ def make_plan(
         data_root=None if data_root is None else str(data_root),
         title=found.get("title", ""),
     )
+
+
+def _name_files(
+    checkpoint: str | Path | None, baseline: str | Path | None, networks: Mapping[str, str | Path]
+) -> dict[str, str]:
+    """The files of all networks by name."""
+    files = {name: str(file) for name, file in ((JOINT, checkpoint), (BASELINE, baseline)) if file is not None}
+    for name, file in networks.items():
+        if not str(file):
+            raise ValueError(f"--network {name}: which file?")
+        if files.setdefault(name, str(file)) != str(file):
+            raise ValueError(f"The network {name!r} was given twice: {files[name]} and {file}.")
+    return files
 
 
 def studies() -> tuple[str, ...]:
@@ -299,7 +240,7 @@ def read_study(study: str | Path) -> dict[str, Any]:
 
         [methods.fast]                     # any name
         mode = "episodic"                  # or "fixed", "online"
-        network = "joint"                  # or "baseline"
+        network = "joint"                  # or "baseline", or what --network NAME=FILE names
         steps = 1                          # any setting of `Method`
         lr = 0.01
 
@@ -343,13 +284,6 @@ def read_study(study: str | Path) -> dict[str, Any]:
     if not all(isinstance(seed, int) for seed in found.get("seeds", ())):
         raise ValueError(f"{path}: `seeds` must be integers, got {found['seeds']}.")
     return found
-
-
-def _read_method(name: str, about: Any) -> Method:
-    if not isinstance(about, dict) or "mode" not in about:
-        raise ValueError(f"The method {name} must be a table with a mode.")
-    settings = {key: value for key, value in about.items() if key not in ("mode", "network")}
-    return Method(name, about["mode"], about.get("network", "joint"), settings)
 
 
 def find_sources(
@@ -412,36 +346,6 @@ def parse_levels(levels: str | Sequence[int]) -> tuple[int, ...]:
     if not numbers or min(numbers) < 1 or max(numbers) > 5:
         raise ValueError(f"`levels` must be 1 to 5, got {levels!r}.")
     return tuple(dict.fromkeys(numbers))
-
-
-def override(methods: Sequence[Method], overrides: Mapping[str, Sequence[str] | None]) -> list[Method]:
-    """Methods with other settings.
-
-    Args:
-        methods: The methods.
-        overrides: For each setting texts such as "0.01" or "online=0.01"; a named one goes before an unnamed.
-
-    Raises:
-        ValueError: A method or a number does not exist.
-    """
-    kinds = {f.name: int if f.type == "int" else float for f in fields(Settings)}
-    changed = {method.name: method for method in methods}
-    learning = [method.name for method in methods if method.mode != "fixed"]
-    for setting, texts in overrides.items():
-        # The unnamed come first: "0.1" and "online=0.2" mean the same in either order.
-        for text in sorted(texts or (), key=lambda text: "=" in text):
-            name, _, number = text.rpartition("=")
-            if name and name not in learning:
-                raise ValueError(f"--{setting}: no method that learns is called {name!r} ({', '.join(learning)}).")
-            try:
-                value = kinds[setting](number)
-                if not math.isfinite(value):
-                    raise ValueError
-            except ValueError:
-                raise ValueError(f"--{setting} must be a number or METHOD=NUMBER, got {text!r}.") from None
-            for one in [name] if name else learning:
-                changed[one] = replace(changed[one], settings={**changed[one].settings, setting: value})
-    return list(changed.values())
 
 
 def _words(text: str | Sequence[str]) -> list[str]:

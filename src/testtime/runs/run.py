@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from testtime import data as datasets
-from testtime.adapt import Prediction
+from testtime.adapt import Adapter, Prediction
 from testtime.data.sets import TestSet
 from testtime.evaluate import Progress, stream_order
 from testtime.machine import describe_machine
-from testtime.networks.ynet import YNet, load
-from testtime.runs.plan import Method, Plan, Role
+from testtime.networks.ynet import Card, CheckpointError, YNet, load
+from testtime.runs.methods import Method
+from testtime.runs.plan import Plan
 from testtime.runs.units import (
     COLUMNS,
     Run,
@@ -44,10 +45,6 @@ log = logging.getLogger(__name__)
 
 Columns = dict[str, np.ndarray]
 Advance = Callable[[int, int], None]
-
-BATCH = {"cpu": 32, "cuda": 512}
-"""Images in one call of an adapter. Also the grain of shards: a batch is never cut in two, so that the arithmetic of a
-shard is that of the whole, bit for bit."""
 
 _BLOCK = 64  # images of each stream that are read at once
 _STREAMS = 128
@@ -80,18 +77,53 @@ class Workshop:
     def __init__(self, plan: Plan, device: str | torch.device = "cpu") -> None:
         self.plan = plan
         self.device = torch.device(device)
+        self.fingerprints: dict[str, str] = {}
+        """Of the networks opened so far, by file."""
+        self._held: dict[str, tuple[str, YNet]] = {}
+        self._adapter: tuple[Any, Adapter] | None = None
         self._open = functools.lru_cache(maxsize=2)(self.open)  # the same set serves several jobs in a row
         self._facts: dict[str, Facts] = {}
 
-    @functools.cached_property
-    def networks(self) -> dict[Role, YNet]:
-        """The networks by role, on the device."""
-        return {role: load(file).to(self.device) for role, file in self.plan.networks.items()}
+    def net(self, name: str, set_name: str) -> YNet:
+        """A network by its name, for a test set, on the device; of each name the last one is kept.
 
-    @functools.cached_property
-    def fingerprints(self) -> dict[Role, str]:
-        """The networks' fingerprints."""
-        return {role: net.fingerprint() for role, net in self.networks.items()}
+        Raises:
+            CheckpointError: Its file is missing, damaged, or another than when it was first opened.
+        """
+        file = self.plan.file(name, set_name)
+        held, net = self._held.get(name, (None, None))
+        if net is None or held != file:
+            net = load(file).to(self.device)
+            if self.fingerprints.setdefault(file, net.fingerprint()) != net.fingerprint():
+                raise CheckpointError(f"{file}: the network was replaced while the run was going on.")
+            self._held[name] = file, net
+        return net
+
+    def describe_network(self, name: str) -> dict[str, Any]:
+        """What a network is, as a run's configuration has it: fingerprints by set where every set has its own.
+
+        Raises:
+            CheckpointError: A file is missing or damaged.
+            ValueError: The networks of the sets are not alike.
+        """
+        sets = [source.name for source in self.plan.sources]
+        files = {set_name: self.plan.file(name, set_name) for set_name in sets}
+        if set(files.values()) == {self.plan.networks[name]}:
+            net = self.net(name, sets[0])
+            return {"fingerprint": self.fingerprints[files[sets[0]]], "architecture": net.card.architecture}
+        first: Card | None = None
+        for set_name, file in files.items():
+            try:
+                card = self.net(name, set_name).card
+            except CheckpointError as error:
+                raise CheckpointError(f"The network {name} of {set_name}: {error}") from None
+            first = first or card
+            # What it was trained on may differ, what it is and how it is used may not.
+            if replace(card, record={}) != replace(first, record={}):
+                raise ValueError(f"{file} is another kind of network than {files[sets[0]]}; a method needs one kind.")
+        assert first is not None
+        marks = {set_name: self.fingerprints[file] for set_name, file in files.items()}
+        return {"fingerprint": marks, "architecture": first.architecture}
 
     def open(self, name: str) -> TestSet:
         """Open a test set of the plan, in the size and with the classes of the network.
@@ -100,7 +132,7 @@ class Workshop:
             ValueError: The network does not have the set's classes.
             DataError: The set is not there or damaged.
         """
-        card = next(iter(self.networks.values())).card
+        card = self.net(next(iter(self.plan.networks)), name).card
         source = self.plan.source(name)
         family = "folder" if source.folder is not None else name.split("/", 1)[0]
         options: dict[str, Any] = {}
@@ -141,19 +173,30 @@ class Workshop:
         Returns:
             Its records as columns.
         """
-        method, test_set = self.plan.method(unit.method), self._open(unit.set_name)
-        net = self.networks[method.network]
-        adapter = method.make(net, unit.seed, choose_parallel(method, test_set.shape, self.device))
+        test_set = self._open(unit.set_name)
+        adapter = self.adapter(unit, test_set.shape)
         parts: list[Columns] = []
-        chunks = test_set.chunks(BATCH.get(self.device.type, 32), self.order(test_set, unit.seed)[part])
+        chunks = test_set.chunks(choose_batch(test_set.shape, self.device), self.order(test_set, unit.seed)[part])
         for numbers, images, _ in read_ahead(chunks):
             parts.append(score(test_set, numbers, adapter.predict(images, samples=numbers)))
             if advance is not None:
                 advance(len(numbers), _count_wrong(parts[-1]))
         return join_columns(parts) if parts else make_columns([])
 
+    def adapter(self, unit: Unit, shape: tuple[int, ...]) -> Adapter:
+        """The adapter of a unit, reset: the last one if it fits, so that what it recorded on CUDA is used again."""
+        method = self.plan.method(unit.method)
+        net = self.net(method.network, unit.set_name)
+        key = method.name, self.plan.file(method.network, unit.set_name), unit.seed, shape
+        if self._adapter is None or self._adapter[0] != key:
+            self._adapter = None  # its memory is free before the next one asks for some
+            self._adapter = key, method.make(net, unit.seed, choose_parallel(method, shape, self.device))
+        adapter = self._adapter[1]
+        adapter.reset()
+        return adapter
+
     def run_streams(self, units: Sequence[Unit], advance: Advance | None = None) -> list[Columns]:
-        """Run online units of one method and seed side by side, their sets of one length and shape.
+        """Run online units of one method, network and seed side by side, their sets of one length and shape.
 
         Args:
             units: The units.
@@ -165,7 +208,7 @@ class Workshop:
         method, seed = self.plan.method(units[0].method), units[0].seed
         sets = [self.open(unit.set_name) for unit in units]
         orders = torch.stack([self.order(test_set, seed) for test_set in sets])  # (S, N)
-        streams = method.make_streams(self.networks[method.network], seed, len(units))
+        streams = method.make_streams(self.net(method.network, units[0].set_name), seed, len(units))
         parts: list[list[Columns]] = [[] for _ in units]
 
         def blocks() -> Iterator[tuple[Tensor, Tensor]]:
@@ -198,6 +241,18 @@ def score(test_set: TestSet, numbers: Tensor, answers: Prediction) -> Columns:
 
 def _count_wrong(columns: Columns) -> int:
     return int(((columns["label"] >= 0) & (columns["is_right"] == 0)).sum())
+
+
+def choose_batch(shape: tuple[int, ...], device: torch.device) -> int:
+    """Images in one call of an adapter, by the shape of one.
+
+    It is also the grain of shards: a batch is never cut in two, so that the arithmetic of a shard is that of the whole,
+    bit for bit. On CUDA episodes run in blocks, each size of which is recorded once; large batches of small images
+    leave few odd sizes, and a test set of 10,000 only one.
+    """
+    if device.type != "cuda":
+        return 32
+    return 2560 if shape[1] * shape[2] <= 64 * 64 else 512
 
 
 def choose_parallel(method: Method, shape: tuple[int, ...], device: torch.device) -> int | Literal["auto"]:
@@ -295,14 +350,16 @@ def run_plan(
 
     Raises:
         ValueError: The folder holds a run of another configuration, or sets and networks do not fit.
+        CheckpointError: A network is not there or damaged.
         DataError: A set is not there or damaged.
         OSError: A unit cannot be written. What was finished before stays, as it does on Ctrl-C.
     """
     if together is not None and together < 1:
         raise ValueError(f"`together` must be at least 1, got {together}.")
     shop = Workshop(plan, device)
+    networks = {name: shop.describe_network(name) for name in plan.networks}
     facts = {source.name: shop.facts(source.name) for source in plan.sources}
-    configuration = describe(shop, facts)
+    configuration = describe(shop, facts, networks)
     machine = describe_machine(shop.device)
     files = {"networks": dict(plan.networks), "folders": {s.name: s.folder for s in plan.sources if s.folder}}
     about = {"title": plan.title, "command": command, "seeds": list(plan.seeds), "files": files, **machine}
@@ -353,7 +410,7 @@ def _run_here(shop: Workshop, groups: Sequence[list[Unit]], meter: Meter, keep: 
 def make_groups(
     plan: Plan, units: Sequence[Unit], facts: Mapping[str, Facts], device: torch.device, together: int | None = None
 ) -> list[list[Unit]]:
-    """The units in groups that run together: online ones of a method and seed, of sets alike in length and shape.
+    """The units in groups that run together: online ones of a method, network, seed, and shape and number of images.
 
     Args:
         plan: The plan.
@@ -366,7 +423,8 @@ def make_groups(
     for number, unit in enumerate(units):
         method, known = plan.method(unit.method), facts[unit.set_name]
         alone = method.mode != "online" or known.count == 0
-        key = number if alone else (unit.method, unit.seed, known.count, known.shape)
+        file = plan.file(method.network, unit.set_name)
+        key = number if alone else (unit.method, file, unit.seed, known.count, known.shape)
         groups.setdefault(key, []).append(unit)
     pieces: list[list[Unit]] = []
     for group in groups.values():
@@ -386,15 +444,13 @@ def _fitting(method: Method, shape: tuple[int, int, int], device: torch.device) 
     return max(1, min(_STREAMS, int(free // 2 // bytes_each)))
 
 
-def describe(shop: Workshop, facts: Mapping[str, Facts]) -> dict[str, Any]:
+def describe(shop: Workshop, facts: Mapping[str, Facts], networks: Mapping[str, Any]) -> dict[str, Any]:
     """What decides a run's results; two runs that differ here do not share a folder."""
     plan = shop.plan
+    first = plan.sources[0].name  # what is said of a method does not depend on the set
     return {
-        "networks": {
-            role: {"fingerprint": shop.fingerprints[role], "architecture": net.card.architecture}
-            for role, net in shop.networks.items()
-        },
-        "methods": {method.name: method.describe(shop.networks[method.network]) for method in plan.methods},
+        "networks": dict(networks),
+        "methods": {method.name: method.describe(shop.net(method.network, first)) for method in plan.methods},
         "sets": {name: one.fingerprint for name, one in facts.items()},
         "seeds": list(plan.seeds),
         "shuffle": plan.shuffle,

@@ -1,0 +1,160 @@
+"""The methods of a run: a mode, a network by its name, and settings, as a study or the command line gives them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+from testtime import augment as augmentations
+from testtime.adapt import Adapter, Episodic, Fixed, Online
+from testtime.capture import Precision
+from testtime.learner import Settings
+from testtime.networks.ynet import YNet
+from testtime.streams import Streams
+from testtime.tasks import Rotation
+
+Mode = Literal["fixed", "episodic", "online"]
+
+JOINT, BASELINE = "joint", "baseline"
+"""The networks that options of their own give, `--checkpoint` and `--baseline`."""
+
+_SETTINGS = ("steps", "lr", "copies", "threshold", "update", "guard", "precision", "augment", "turns")
+_STEPS: dict[Mode, int] = {"fixed": 0, "episodic": 10, "online": 1}
+_LOOK = 4  # views of an image in one look at it: its four turns
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to predict a test set, by a name of its own.
+
+    Attributes:
+        name: What it is called in the run.
+        mode: `fixed`, `episodic` or `online`.
+        network: Name of the network it starts from: `joint`, the `baseline` that was trained on classes only, or any
+            other that the plan has a file for.
+        settings: Fields of `Settings` that differ from the defaults: steps, lr, copies, threshold, update, guard,
+            precision; `augment` as a network's card has it; `turns`, "random" or "all", for the rotation task.
+    """
+
+    name: str
+    mode: Mode
+    network: str = JOINT
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"{self.name}: `mode` must be one of {', '.join(get_args(Mode))}, got {self.mode!r}.")
+        if not isinstance(self.network, str) or not self.network or "=" in self.network:
+            raise ValueError(f"{self.name}: `network` must be a network's name, got {self.network!r}.")
+        for name in self.settings:
+            if name not in _SETTINGS:
+                raise ValueError(f"{self.name}: no setting is called {name!r}; there are {', '.join(_SETTINGS)}.")
+        if self.mode == "fixed" and self.settings:
+            raise ValueError(f"{self.name} learns nothing, so it takes no settings, got {', '.join(self.settings)}.")
+        try:
+            Settings(**self._arguments(0))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+    def make(self, net: YNet, seed: int, parallel: int | Literal["auto"] = "auto") -> Adapter:
+        """The adapter."""
+        if self.mode == "fixed":
+            return Fixed(net)
+        if self.mode == "episodic":
+            return Episodic(net, parallel=parallel, **self._arguments(seed))
+        return Online(net, **self._arguments(seed))
+
+    def make_streams(self, net: YNet, seed: int, count: int) -> Streams:
+        """The same for `count` streams that advance together; for an online method."""
+        return Streams(net, count, **self._arguments(seed))
+
+    def describe(self, net: YNet) -> dict[str, Any]:
+        """What decides its answers on a network, defaults written out, as JSON could hold it."""
+        settings = self.make(net, 0, 1).settings.describe() if self.mode != "fixed" else {}
+        settings.pop("seed", None)  # it belongs to the unit
+        return {"mode": self.mode, "network": self.network, "settings": settings}
+
+    @property
+    def copies(self) -> int:
+        """Augmented copies in one step."""
+        return int(self.settings.get("copies", 32))
+
+    @property
+    def cost(self) -> int:
+        """Views that the network sees for one image, a step's counted three times since it goes back as well."""
+        if self.mode == "fixed":
+            return _LOOK
+        steps = int(self.settings.get("steps", _STEPS[self.mode]))
+        return 2 * _LOOK + 3 * steps * self.copies * (4 if self.settings.get("turns") == "all" else 1)
+
+    def _arguments(self, seed: int) -> dict[str, Any]:
+        given = {"steps": _STEPS[self.mode], "seed": seed, **self.settings}
+        turns, augment = given.pop("turns", None), given.pop("augment", None)
+        if turns is not None:
+            given["task"] = Rotation(turns)
+        if augment is not None:
+            given["augment"] = augmentations.make(augment)
+        return given
+
+
+# What the four usual names stand for.
+USUAL: dict[str, Method] = {
+    "plain": Method("plain", "fixed", BASELINE),
+    "fixed": Method("fixed", "fixed"),
+    "episodic": Method("episodic", "episodic"),
+    "online": Method("online", "online"),
+}
+
+
+def read_method(name: str, about: Any) -> Method:
+    """A method as a study's table has it.
+
+    Raises:
+        ValueError: It has no mode, or something that no method has.
+    """
+    if not isinstance(about, dict) or "mode" not in about:
+        raise ValueError(f"The method {name} must be a table with a mode.")
+    settings = {key: value for key, value in about.items() if key not in ("mode", "network")}
+    return Method(name, about["mode"], about.get("network", JOINT), settings)
+
+
+def override(methods: Sequence[Method], overrides: Mapping[str, Sequence[str] | None]) -> list[Method]:
+    """Methods with other settings.
+
+    Args:
+        methods: The methods.
+        overrides: For each setting texts such as "0.01" or "online=0.01"; a named one goes before an unnamed.
+
+    Raises:
+        ValueError: A method does not exist, or a value is none for that setting.
+    """
+    changed = {method.name: method for method in methods}
+    learning = [method.name for method in methods if method.mode != "fixed"]
+    for setting, texts in overrides.items():
+        # The unnamed come first: "0.1" and "online=0.2" mean the same in either order.
+        for text in sorted(texts or (), key=lambda text: "=" in text):
+            name, _, word = text.rpartition("=")
+            if name and name not in learning:
+                raise ValueError(f"--{setting}: no method that learns is called {name!r} ({', '.join(learning)}).")
+            value = _read_value(setting, word, text)
+            for one in [name] if name else learning:
+                changed[one] = replace(changed[one], settings={**changed[one].settings, setting: value})
+    return list(changed.values())
+
+
+def _read_value(setting: str, word: str, text: str) -> int | float | str:
+    """A setting's value from the word given for it; `text` is what the user wrote."""
+    if setting == "precision":
+        if word not in get_args(Precision):
+            raise ValueError(f"--precision must be one of {', '.join(get_args(Precision))}, got {text!r}.")
+        return word
+    kinds = {f.name: int if f.type == "int" else float for f in fields(Settings)}
+    try:
+        value = kinds[setting](word)
+        if not math.isfinite(value):
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"--{setting} must be a number or METHOD=NUMBER, got {text!r}.") from None
+    return value
