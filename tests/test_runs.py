@@ -719,6 +719,36 @@ def test_the_command_runs_resumes_and_refuses(
 
 
 @pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        ([], None),
+        (["--ray"], "local"),
+        (["--ray", "--limit", "3"], "local"),
+        (["--ray", "local", "--limit", "3"], "local"),
+        (["--ray=local"], "local"),
+        (["--ray", "10.0.0.1:6379"], "10.0.0.1:6379"),
+    ],
+)
+def test_ray_stands_with_an_address_or_without(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: list[str],
+    address: str | None,
+) -> None:
+    asked: list[tuple[str | None, int | None]] = []
+
+    def note(plan: Plan, out: Path, *, ray: str | None, **options: Any) -> Any:
+        asked.append((ray, plan.limit))
+        raise ValueError("that is enough")
+
+    monkeypatch.setattr("testtime.runs.run_plan", note)
+    code = cli.run(["eval", "-c", "x", "--data", "digits", "--device", "cpu", "--out", str(tmp_path / "run"), *words])
+    assert (code, asked) == (1, [(address, 3 if "3" in words else None)])
+    assert capsys.readouterr().err == "error: that is enough\n"
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
         (["--data", "digits"], 2, "--checkpoint"),

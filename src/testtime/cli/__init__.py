@@ -32,7 +32,7 @@ app = typer.Typer(
 
 for command in (networks.train, networks.predict, networks.info):
     app.command()(command)
-app.command("eval")(evaluate.evaluate)
+app.command("eval", cls=evaluate.EvaluateCommand)(evaluate.evaluate)
 app.command()(evaluate.report)
 app.command()(corrupt.corrupt)
 app.command()(demo.demo)

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from testtime.cli.console import Device, as_bad_arguments, pick_device, progress
 
 _EACH = "; METHOD=NUMBER for one method. May be repeated."
+
+
+class EvaluateCommand(TyperCommand):
+    """`testtime eval`, whose `--ray` may stand without a value: it then means local."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        whole: list[str] = []
+        for place, word in enumerate(args):
+            whole.append(word)
+            if word == "--ray" and (place + 1 == len(args) or args[place + 1].startswith("-")):
+                whole.append("local")
+        return super().parse_args(ctx, whole)
 
 
 def evaluate(
@@ -107,7 +120,8 @@ def evaluate(
     ray: Annotated[
         str | None,
         typer.Option(
-            help="Distribute over Ray: local starts workers here, an address finds a cluster.",
+            metavar="[ADDRESS]",
+            help="Distribute over Ray: without an address on workers started here.",
             show_default=False,
             rich_help_panel="Machine",
         ),
