@@ -31,9 +31,17 @@ class Pool:
         images: `(N, C, H, W)`, uint8 or floats in [0, 1]; or a set.
         labels: Integers `(N,)`, or None: a set has its own.
         device: Where they are used.
+        resident: Up to how many bytes a set is kept on the device; None takes `RESIDENT_BYTES`.
     """
 
-    def __init__(self, name: str, images: Tensor | TestSet, labels: Tensor | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        images: Tensor | TestSet,
+        labels: Tensor | None,
+        device: torch.device,
+        resident: int | None = None,
+    ) -> None:
         self.name, self.device = name, device
         self.classes: tuple[str, ...] = ()
         self.tensor: Tensor | None = None
@@ -43,7 +51,7 @@ class Pool:
                 raise ValueError(f"`{name}` is a set and has labels of its own; give it without labels.")
             labels, self.classes = images.labels, images.classes
             self.count, self.shape = len(images), images.shape
-            if self.count * math.prod(self.shape) <= RESIDENT_BYTES:
+            if self.count * math.prod(self.shape) <= (RESIDENT_BYTES if resident is None else resident):
                 self.tensor = images.images(slice(None)).to(device)
         else:
             if images.dim() != 4 or not (images.dtype == torch.uint8 or images.is_floating_point()):
