@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from testtime import Adapter, Episodic, Fixed, Online, YNet, resnet26
 from testtime.data import TensorSet
-from testtime.evaluate import Record, error, evaluate, flips, running_error, stream_order
+from testtime.evaluate import (
+    COLUMNS,
+    Record,
+    count_wrong,
+    error,
+    evaluate,
+    flips,
+    read_records,
+    running_error,
+    score,
+    stream_order,
+)
 from testtime.randomness import Draws
 
 
@@ -105,6 +116,12 @@ def test_sets_without_labels_get_records_without_verdicts(net: YNet, pictures: T
     assert {(record.label, record.is_right, record.was_right) for record in records} == {(None, None, None)}
     with pytest.raises(ValueError, match="Sample 0 has no label"):
         error(records)
+    numbers = torch.arange(3)
+    columns = score(unlabelled, numbers, Fixed(net).predict(unlabelled.images(numbers)))
+    assert {name: str(column.dtype) for name, column in columns.items()} == COLUMNS
+    assert columns["label"].tolist() == [-1] * 3
+    assert count_wrong(columns) == 0
+    assert list(read_records(columns)) == records[:3]
 
 
 def test_several_right_labels_count(net: YNet, pictures: TensorSet) -> None:

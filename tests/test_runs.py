@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from testtime import cli, data, resnet26
+from testtime.adapt import gate
 from testtime.corruptions import CORRUPTIONS
 from testtime.data import DataError
 from testtime.evaluate import Record, evaluate, stream_order
@@ -27,7 +28,7 @@ from testtime.runs import Method, Plan, RunError, Source, Unit, make_plan, open_
 from testtime.runs import plan as plans
 from testtime.runs.cluster import cut, start_ray
 from testtime.runs.plan import fill
-from testtime.runs.run import Facts, Workshop, choose_batch, make_groups, read_ahead
+from testtime.runs.run import Facts, Workshop, choose_batch, find_threshold, make_groups, read_ahead
 from testtime.runs.units import COLUMNS, hold_folder, join_columns, make_columns, read_unit, write_unit
 
 SMALL = {"copies": ["2"], "lr": ["0.05"], "steps": ["1"]}
@@ -245,6 +246,47 @@ def test_adapters_serve_all_sets_of_a_method_and_seed(
     made.clear()
     run_plan(Plan(**vars(own_plan) | {"limit": 3}), tmp_path / "own")
     assert made == [(name, 0) for name in ("uda", "both", "each") for _ in SETS]
+
+
+def test_a_share_of_the_images_is_the_least_sure_ones(networks: dict[str, str], tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {**networks, "data": SETS[:2], "methods": "fixed,episodic", "limit": 40, **SMALL}
+    plan = make_plan(**arguments, seeds=[2], shuffle=True, threshold=["15%"])
+    assert plan.method("episodic").share == 0.15
+    run = run_plan(plan, tmp_path / "run")
+    assert run.configuration["methods"]["episodic"]["settings"]["threshold"] == "15%"
+    units = {(unit.method, unit.set_name): unit for unit in run.units}
+    found = set()
+    for set_name in SETS[:2]:
+        fixed, learned = (units[method, set_name].columns() for method in ("fixed", "episodic"))
+        least = np.argsort(fixed["confidence"], kind="stable")[:6]  # 15% of 40
+        assert learned["adapted"].sum() == 6
+        assert set(np.flatnonzero(learned["adapted"])) == set(least)
+        threshold = units["episodic", set_name].about["threshold"]
+        assert threshold == np.sort(fixed["confidence"])[6]
+        assert "threshold" not in units["fixed", set_name].about
+        found.add(threshold)
+        # The records are those of a method with that number.
+        adapter = plan.method("episodic").resolve(threshold).make(load(networks["checkpoint"]), 2, 8)
+        records = evaluate(adapter, data.open(set_name, size=8), batch=32, shuffle=True, seed=2, limit=40)
+        assert {n: c.tolist() for n, c in make_columns(records).items()} == {n: c.tolist() for n, c in learned.items()}
+    assert len(found) == 2
+    with pytest.raises(ValueError, match="becomes a threshold only on a test set"):
+        plan.method("episodic").make(resnet26(depth=8), 0)
+    # Streams with thresholds of their own do not go side by side.
+    online = make_plan(**arguments | {"methods": "online"}, threshold=["50%"])
+    facts = {name: Facts(name, 34, (1, 8, 8)) for name in SETS}
+    assert [len(group) for group in make_groups(online, online.units(), facts, torch.device("cpu"), 9)] == [1, 1]
+
+
+@given(st.lists(st.floats(0, 1, width=32), max_size=30), st.floats(0.01, 1))
+def test_a_threshold_lets_no_more_than_the_share_pass(confidences: list[float], share: float) -> None:
+    threshold = find_threshold(confidences, share)
+    passing = int(gate(torch.tensor(confidences, dtype=torch.float32), threshold).sum())
+    wanted = round(share * len(confidences))
+    assert passing <= wanted
+    # Fewer only where confidences are equal, or too close to 1 for a threshold to lie between.
+    beyond = sorted(confidences)[wanted : wanted + 1] or [1.0]
+    assert passing == wanted or sorted(confidences)[passing] >= min(beyond[0], 1 - 2**-24)
 
 
 def test_a_folder_of_pictures_has_the_networks_classes(networks: dict[str, str], tmp_path: Path) -> None:
@@ -582,6 +624,9 @@ def test_the_precision_is_the_methods_unless_another_is_asked_for(tmp_path: Path
         ({"lr": ["-1"]}, "episodic: `lr` must be positive"),
         ({"lr": ["nan"]}, "--lr must be a number"),
         ({"threshold": ["online=2"]}, "online: `threshold`"),
+        ({"threshold": ["0%"]}, "or be a share of the images such as \"20%\", got '0%'"),
+        ({"threshold": ["online=many%"]}, "`threshold` must lie in"),
+        ({"threshold": ["101%"]}, "got '101%'"),
         ({"precision": ["fp64"]}, "--precision must be one of fp32, tf32, bf16, got 'fp64'"),
         ({"networks": {"joint": "y"}}, "The network 'joint' was given twice: x and y"),
         ({"networks": {"online": "y"}}, "cannot be called 'online'"),
@@ -629,6 +674,12 @@ def test_the_studies_are_the_papers() -> None:
     assert made["bn"].method("episodic").settings["threshold"] == 0.9
     assert [method.name for method in made["bn"].methods] == ["plain", "fixed", "episodic"]
     assert made["fast"].method("fast").settings == {"steps": 1, "lr": 0.01}
+    assert {m.name: m.settings.get("threshold") for m in made["threshold"].methods} == {
+        "fixed": None,
+        "episodic": None,
+        "below-20%": "20%",
+        "below-0.9": 0.9,
+    }
     assert [(method.name, method.network) for method in made["baselines"].methods] == [("uda", "uda"), ("alp", "alp")]
     assert names(made["baselines"]) == ["cifar10", *(f"cifar10-c/{c}/5" for c in CORRUPTIONS)]
     assert len(names(made["gradual"])) == 3

@@ -39,6 +39,7 @@ def test_a_run_over_ray_with_a_worker_killed_is_the_run_of_one_process(
         copies=["2"],
         steps=["1"],
         lr=["0.05"],
+        threshold=["episodic=60%"],
     )
     monkeypatch.setattr(cluster, "SHARD", 32)  # three shards to a unit
     victim = cluster.Job((("episodic", "digits-c/fog/5", 0),), 32, 64)
@@ -64,6 +65,8 @@ def test_a_run_over_ray_with_a_worker_killed_is_the_run_of_one_process(
     alone = run_plan(plan, tmp_path / "alone")
     assert all_columns(spread) == all_columns(alone)
     assert len(spread.units) == 8
+    assert [u.about.get("threshold") for u in spread.units] == [u.about.get("threshold") for u in alone.units]
+    assert sum("threshold" in unit.about for unit in spread.units) == 2
     shards = {unit.title: unit.about["shards"] for unit in spread.units}
     assert shards == {u.title: 1 if u.method == "online" else 3 for u in alone.units}
     # The job was begun by two workers, and every other job by one.

@@ -16,14 +16,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from testtime.adapt import Adapter
 from testtime.data.sets import TestSet
+from testtime.prediction import Prediction
 from testtime.randomness import Draws
 
 Progress = Callable[[int, int, str], None]
+Columns = dict[str, np.ndarray]
+Chunk = tuple[Tensor, Tensor, Tensor | None]
+
+COLUMNS: dict[str, str] = {
+    "sample": "int32",
+    "label": "int32",
+    "prediction": "int32",
+    "prediction_before": "int32",
+    "is_right": "uint8",
+    "was_right": "uint8",
+    "loss_before": "float32",
+    "loss_after": "float32",
+    "confidence": "float32",
+    "adapted": "uint8",
+    "rolled_back": "uint8",
+}
+"""The fields of `Record` as columns, and their types. A label of -1 means that there is none; the two verdicts are then
+0."""
 
 
 class Record(NamedTuple):
@@ -122,33 +142,57 @@ def _walk(
     adapter: Adapter, test_set: TestSet, order: Tensor, batch: int, progress: Progress | None
 ) -> Iterator[Record]:
     done = wrong = 0
-    for numbers, images, labels in test_set.chunks(batch, order):
-        answers = adapter.predict(images, samples=numbers)
-        after = test_set.scores(answers.logits).argmax(1).cpu()
-        before = test_set.scores(answers.logits_before).argmax(1).cpu()
-        unknown: list[None] = [None] * len(numbers)
-        is_right: list[bool] | list[None] = unknown
-        was_right: list[bool] | list[None] = unknown
-        if labels is not None:
-            is_right = test_set.is_correct(after, numbers).tolist()
-            was_right = test_set.is_correct(before, numbers).tolist()
-        columns = (
-            numbers.tolist(),
-            unknown if labels is None else labels.tolist(),
-            after.tolist(),
-            before.tolist(),
-            is_right,
-            was_right,
-            answers.loss_before.tolist(),
-            answers.loss_after.tolist(),
-            answers.confidence.tolist(),
-            answers.adapted.tolist(),
-            answers.rolled_back.tolist(),
-        )
-        yield from map(Record._make, zip(*columns, strict=True))
-        done, wrong = done + len(numbers), wrong + sum(right is False for right in is_right)
+    for columns in walk(adapter, test_set, test_set.chunks(batch, order)):
+        yield from read_records(columns)
+        done, wrong = done + len(columns["sample"]), wrong + count_wrong(columns)
         if progress is not None:
-            progress(done, len(order), "" if labels is None else f"error {wrong / done:.1%}")
+            progress(done, len(order), "" if test_set.labels is None else f"error {wrong / done:.1%}")
+
+
+def walk(adapter: Adapter, test_set: TestSet, chunks: Iterable[Chunk]) -> Iterator[Columns]:
+    """Predict and score the images of a test set, chunk by chunk.
+
+    Args:
+        adapter: What predicts.
+        test_set: The set.
+        chunks: Numbers, images and labels, as `test_set.chunks` gives them.
+
+    Yields:
+        For each chunk its records as columns, see `COLUMNS`.
+    """
+    for numbers, images, _ in chunks:
+        yield score(test_set, numbers, adapter.predict(images, samples=numbers))
+
+
+def score(test_set: TestSet, numbers: Tensor, answers: Prediction) -> Columns:
+    """An adapter's answers to the images of a set with the given numbers, scored: records as columns."""
+    after = test_set.scores(answers.logits).argmax(1).cpu()
+    before = test_set.scores(answers.logits_before).argmax(1).cpu()
+    label, is_right, was_right = torch.full_like(numbers, -1), torch.zeros_like(numbers), torch.zeros_like(numbers)
+    if test_set.labels is not None:
+        label = test_set.labels[numbers]
+        is_right, was_right = test_set.is_correct(after, numbers), test_set.is_correct(before, numbers)
+    values = (numbers, label, after, before, is_right, was_right, answers.loss_before, answers.loss_after)
+    values += (answers.confidence, answers.adapted, answers.rolled_back)
+    return {name: value.cpu().numpy().astype(kind) for (name, kind), value in zip(COLUMNS.items(), values, strict=True)}
+
+
+def read_records(columns: Columns) -> Iterator[Record]:
+    """Columns as records."""
+    for row in zip(*(columns[name].tolist() for name in COLUMNS), strict=True):
+        record, known = Record._make(row), row[1] >= 0
+        yield record._replace(
+            label=record.label if known else None,
+            is_right=bool(record.is_right) if known else None,
+            was_right=bool(record.was_right) if known else None,
+            adapted=bool(record.adapted),
+            rolled_back=bool(record.rolled_back),
+        )
+
+
+def count_wrong(columns: Columns) -> int:
+    """How many predictions are wrong, of those that have a label."""
+    return int(((columns["label"] >= 0) & (columns["is_right"] == 0)).sum())
 
 
 def stream_order(count: int, seed: int) -> Tensor:

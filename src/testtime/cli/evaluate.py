@@ -92,7 +92,7 @@ def evaluate(
     threshold: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Adapt only below this confidence of the rotation task{_EACH}",
+            help=f"Adapt only below this confidence of the rotation task, or to a share such as 20%{_EACH}",
             show_default="1",
             rich_help_panel="Method",
         ),

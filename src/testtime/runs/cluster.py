@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from testtime.evaluate import Columns
 from testtime.machine import describe_machine
 from testtime.runs.plan import Plan
-from testtime.runs.run import Columns, Facts, Meter, Workshop, choose_batch, make_groups
+from testtime.runs.run import Facts, Meter, Workshop, choose_batch, make_groups
 from testtime.runs.units import Unit, join_columns
 
 SHARD = 512
@@ -32,6 +33,9 @@ SHARD = 512
 RETRIES = 3
 _WINDOW = 1000  # jobs handed to Ray at once: enough for any cluster, few enough to look through
 _STORE = 256 * 2**20  # records are small: a fraction of the memory that Ray would take
+
+Done = tuple[list[Columns], float, str, dict[str, Any]]
+"""What comes of a job: the columns of its units, the seconds it took, the hardware, and remarks on the first unit."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def run_on_ray(
                 waiting[work.remote(shared, job)] = job
             (ready,), _ = ray.wait(list(waiting), num_returns=1)
             job = waiting.pop(ready)
-            found, seconds, hardware = _get(ray, ready, job)
+            found, seconds, hardware, remarks = _get(ray, ready, job)
             for key, columns in zip(job.units, found, strict=True):
                 unit = by_key[key]
                 parts[unit][job.start] = columns, seconds / len(found)
@@ -103,7 +107,8 @@ def run_on_ray(
                 if left[key] == 0:
                     own = [part for _, part in sorted(parts.pop(unit).items(), key=lambda item: item[0])]
                     total = sum(cost for _, cost in own)
-                    keep(unit, join_columns([columns for columns, _ in own]), total, hardware, shards=len(own))
+                    joined = join_columns([columns for columns, _ in own])
+                    keep(unit, joined, total, hardware, shards=len(own), **remarks)
             meter.show(f"unit {meter.place}/{len(meter.units)}, {len(coming) + len(waiting)} jobs to go")
     finally:
         ray.shutdown()
@@ -162,8 +167,8 @@ def cut(
             yield Job((_key(group[0]),), start, min(start + shard, count))
 
 
-def do_job(shared: tuple[str, str, dict[str, str], dict[str, str]], job: Job) -> tuple[list[Columns], float, str]:
-    """What a worker does: the columns of the job's units, the seconds it took, and the hardware."""
+def do_job(shared: tuple[str, str, dict[str, str], dict[str, str]], job: Job) -> Done:
+    """What a worker does."""
     text, kind, networks, sets = shared
     shop = _workshop(text, kind)
     units = [Unit.of(*key) for key in job.units]
@@ -180,7 +185,8 @@ def do_job(shared: tuple[str, str, dict[str, str], dict[str, str]], job: Job) ->
         found = shop.run_streams(units)
     else:
         found = [shop.run_unit(units[0], slice(job.start, job.stop))]
-    return found, time.perf_counter() - begin, describe_machine(shop.device)["hardware"]["device"]
+    seconds = time.perf_counter() - begin
+    return found, seconds, describe_machine(shop.device)["hardware"]["device"], shop.remarks(units[0])
 
 
 @functools.lru_cache(maxsize=1)
@@ -189,7 +195,7 @@ def _workshop(text: str, kind: str) -> Workshop:
     return Workshop(Plan.from_json(text), kind)
 
 
-def _get(ray: Any, reference: Any, job: Job) -> tuple[list[Columns], float, str]:
+def _get(ray: Any, reference: Any, job: Job) -> Done:
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:

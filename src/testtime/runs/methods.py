@@ -35,7 +35,10 @@ class Method:
         network: Name of the network it starts from: `joint`, the `baseline` that was trained on classes only, or any
             other that the plan has a file for.
         settings: Fields of `Settings` that differ from the defaults: steps, lr, copies, threshold, update, guard,
-            precision; `augment` as a network's card has it; `turns`, "random" or "all", for the rotation task.
+            precision; `augment` as a network's card has it; `turns`, "random" or "all", for the rotation task. A
+            `threshold` may be a share of the images, such as "20%": for each test set it is then the confidence of the
+            network as it is that so many of the images fall below. That looks at the whole unlabelled set once, before
+            the first image is answered.
     """
 
     name: str
@@ -54,12 +57,29 @@ class Method:
         if self.mode == "fixed" and self.settings:
             raise ValueError(f"{self.name} learns nothing, so it takes no settings, got {', '.join(self.settings)}.")
         try:
-            Settings(**self._arguments(0))
+            Settings(**(self if self.share is None else self.resolve(1.0))._arguments(0))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.name}: {error}") from None
 
+    @property
+    def share(self) -> float | None:
+        """The share of the images to learn from, in (0, 1], where the threshold asks for one."""
+        threshold = self.settings.get("threshold")
+        return read_share(threshold) if isinstance(threshold, str) else None
+
+    def resolve(self, threshold: float) -> Method:
+        """The same method with a number for its threshold."""
+        return replace(self, settings={**self.settings, "threshold": threshold})
+
+    def look_only(self, net: YNet) -> Adapter:
+        """An adapter that sees as this method does and learns nothing."""
+        settings = {**self.settings, "threshold": 1.0, "steps": 0}
+        return Method(self.name, "episodic", self.network, settings).make(net, 0, 1)
+
     def make(self, net: YNet, seed: int, parallel: int | Literal["auto"] = "auto") -> Adapter:
-        """The adapter."""
+        """The adapter; its threshold must be a number."""
+        if self.share is not None:
+            raise ValueError(f"{self.name}: a share of the images becomes a threshold only on a test set.")
         if self.mode == "fixed":
             return Fixed(net)
         if self.mode == "episodic":
@@ -67,11 +87,15 @@ class Method:
         return Online(net, **self._arguments(seed))
 
     def make_streams(self, net: YNet, seed: int, count: int) -> Streams:
-        """The same for `count` streams that advance together; for an online method."""
+        """The same for `count` streams that advance together; for an online method whose threshold is a number."""
         return Streams(net, count, **self._arguments(seed))
 
     def describe(self, net: YNet) -> dict[str, Any]:
         """What decides its answers on a network, defaults written out, as JSON could hold it."""
+        if self.share is not None:
+            described = self.resolve(1.0).describe(net)
+            described["settings"]["threshold"] = self.settings["threshold"]
+            return described
         settings = self.make(net, 0, 1).settings.describe() if self.mode != "fixed" else {}
         settings.pop("seed", None)  # it belongs to the unit
         return {"mode": self.mode, "network": self.network, "settings": settings}
@@ -87,7 +111,8 @@ class Method:
         if self.mode == "fixed":
             return _LOOK
         steps = int(self.settings.get("steps", _STEPS[self.mode]))
-        return 2 * _LOOK + 3 * steps * self.copies * (4 if self.settings.get("turns") == "all" else 1)
+        learning = 3 * steps * self.copies * (4 if self.settings.get("turns") == "all" else 1)
+        return 2 * _LOOK + round(learning * (self.share or 1))
 
     def _arguments(self, seed: int) -> dict[str, Any]:
         given = {"steps": _STEPS[self.mode], "seed": seed, **self.settings}
@@ -97,6 +122,21 @@ class Method:
         if augment is not None:
             given["augment"] = augmentations.make(augment)
         return given
+
+
+def read_share(text: str) -> float:
+    """A share such as "20%" as a number in (0, 1].
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        percent = float(text.removesuffix("%")) if text.endswith("%") else math.nan
+    except ValueError:
+        percent = math.nan
+    if not 0 < percent <= 100:
+        raise ValueError(f'`threshold` must lie in [0, 1] or be a share of the images such as "20%", got {text!r}.')
+    return percent / 100
 
 
 # What the four usual names stand for.
@@ -149,6 +189,9 @@ def _read_value(setting: str, word: str, text: str) -> int | float | str:
     if setting == "precision":
         if word not in get_args(Precision):
             raise ValueError(f"--precision must be one of {', '.join(get_args(Precision))}, got {text!r}.")
+        return word
+    if setting == "threshold" and word.endswith("%"):
+        read_share(word)
         return word
     kinds = {f.name: int if f.type == "int" else float for f in fields(Settings)}
     try:

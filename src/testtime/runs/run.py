@@ -17,20 +17,18 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from testtime import data as datasets
 from testtime.adapt import Adapter, Prediction
 from testtime.data.sets import TestSet
-from testtime.evaluate import Progress, stream_order
+from testtime.evaluate import Columns, Progress, count_wrong, score, stream_order, walk
 from testtime.machine import describe_machine
 from testtime.networks.ynet import Card, CheckpointError, YNet, load
 from testtime.runs.methods import Method
 from testtime.runs.plan import Plan
 from testtime.runs.units import (
-    COLUMNS,
     Run,
     Unit,
     hold_folder,
@@ -43,11 +41,11 @@ from testtime.runs.units import (
 
 log = logging.getLogger(__name__)
 
-Columns = dict[str, np.ndarray]
 Advance = Callable[[int, int], None]
 
 _BLOCK = 64  # images of each stream that are read at once
 _STREAMS = 128
+_BELOW_ONE = 1 - 2**-24
 _SIZED = ("digits", "imagenet", "vid-robust", "folder")  # families whose images have the size one asks for
 
 
@@ -81,6 +79,7 @@ class Workshop:
         """Of the networks opened so far, by file."""
         self._held: dict[str, tuple[str, YNet]] = {}
         self._adapter: tuple[Any, Adapter] | None = None
+        self._thresholds: dict[tuple[str, str, int], float] = {}
         self._open = functools.lru_cache(maxsize=2)(self.open)  # the same set serves several jobs in a row
         self._facts: dict[str, Facts] = {}
 
@@ -177,17 +176,43 @@ class Workshop:
         adapter = self.adapter(unit, test_set.shape)
         parts: list[Columns] = []
         chunks = test_set.chunks(choose_batch(test_set.shape, self.device), self.order(test_set, unit.seed)[part])
-        for numbers, images, _ in read_ahead(chunks):
-            parts.append(score(test_set, numbers, adapter.predict(images, samples=numbers)))
+        for columns in walk(adapter, test_set, read_ahead(chunks)):
+            parts.append(columns)
             if advance is not None:
-                advance(len(numbers), _count_wrong(parts[-1]))
+                advance(len(columns["sample"]), count_wrong(columns))
         return join_columns(parts) if parts else make_columns([])
+
+    def method(self, unit: Unit) -> Method:
+        """The method of a unit, its threshold a number."""
+        method = self.plan.method(unit.method)
+        return method if method.share is None else method.resolve(self.threshold(unit))
+
+    def threshold(self, unit: Unit) -> float:
+        """The threshold below which the share of a unit's images lies that its method asks for.
+
+        It is a quantile of the confidences of the network as it is, on all images of the unit at once: without their
+        labels, but not one by one as they come.
+        """
+        method = self.plan.method(unit.method)
+        key = unit.method, unit.set_name, unit.seed
+        if key not in self._thresholds:
+            assert method.share is not None
+            test_set, net = self._open(unit.set_name), self.net(method.network, unit.set_name)
+            chunks = test_set.chunks(choose_batch(test_set.shape, self.device), self.order(test_set, unit.seed))
+            parts = walk(method.look_only(net), test_set, read_ahead(chunks))
+            confidences = [confidence for columns in parts for confidence in columns["confidence"].tolist()]
+            self._thresholds[key] = find_threshold(confidences, method.share)
+        return self._thresholds[key]
+
+    def remarks(self, unit: Unit) -> dict[str, Any]:
+        """What a unit's file says of how it was run: the threshold, where it had to be found."""
+        return {} if self.plan.method(unit.method).share is None else {"threshold": self.threshold(unit)}
 
     def adapter(self, unit: Unit, shape: tuple[int, ...]) -> Adapter:
         """The adapter of a unit, reset: the last one if it fits, so that what it recorded on CUDA is used again."""
-        method = self.plan.method(unit.method)
+        method = self.method(unit)
         net = self.net(method.network, unit.set_name)
-        key = method.name, self.plan.file(method.network, unit.set_name), unit.seed, shape
+        key = method, self.plan.file(method.network, unit.set_name), unit.seed, shape
         if self._adapter is None or self._adapter[0] != key:
             self._adapter = None  # its memory is free before the next one asks for some
             self._adapter = key, method.make(net, unit.seed, choose_parallel(method, shape, self.device))
@@ -222,25 +247,17 @@ class Workshop:
             for row, test_set in enumerate(sets):
                 parts[row].append(score(test_set, numbers[row], Prediction(*(tensor[row] for tensor in answers))))
                 if advance is not None:
-                    advance(numbers.shape[1], _count_wrong(parts[row][-1]))
+                    advance(numbers.shape[1], count_wrong(parts[row][-1]))
         return [join_columns(own) for own in parts]
 
 
-def score(test_set: TestSet, numbers: Tensor, answers: Prediction) -> Columns:
-    """An adapter's answers as columns: what `evaluate` gives as records."""
-    after = test_set.scores(answers.logits).argmax(1).cpu()
-    before = test_set.scores(answers.logits_before).argmax(1).cpu()
-    label, is_right, was_right = torch.full_like(numbers, -1), torch.zeros_like(numbers), torch.zeros_like(numbers)
-    if test_set.labels is not None:
-        label = test_set.labels[numbers]
-        is_right, was_right = test_set.is_correct(after, numbers), test_set.is_correct(before, numbers)
-    values = (numbers, label, after, before, is_right, was_right, answers.loss_before, answers.loss_after)
-    values += (answers.confidence, answers.adapted, answers.rolled_back)
-    return {name: value.cpu().numpy().astype(kind) for (name, kind), value in zip(COLUMNS.items(), values, strict=True)}
-
-
-def _count_wrong(columns: Columns) -> int:
-    return int(((columns["label"] >= 0) & (columns["is_right"] == 0)).sum())
+def find_threshold(confidences: Sequence[float], share: float) -> float:
+    """The threshold below which a share of some confidences lies, or a little less where they are equal."""
+    count = round(share * len(confidences))
+    if count >= len(confidences):
+        return 1.0  # all of them
+    # A threshold of 1 would let everything pass; many an image's confidence is 1 in single precision.
+    return min(sorted(confidences)[count], _BELOW_ONE)
 
 
 def choose_batch(shape: tuple[int, ...], device: torch.device) -> int:
@@ -404,7 +421,7 @@ def _run_here(shop: Workshop, groups: Sequence[list[Unit]], meter: Meter, keep: 
             continue
         seconds = (time.perf_counter() - begin) / len(group)
         for unit, columns in zip(group, found, strict=True):
-            keep(unit, columns, seconds, together=len(group))
+            keep(unit, columns, seconds, together=len(group), **shop.remarks(unit))
 
 
 def make_groups(
@@ -422,7 +439,7 @@ def make_groups(
     groups: dict[Any, list[Unit]] = {}
     for number, unit in enumerate(units):
         method, known = plan.method(unit.method), facts[unit.set_name]
-        alone = method.mode != "online" or known.count == 0
+        alone = method.mode != "online" or known.count == 0 or method.share is not None
         file = plan.file(method.network, unit.set_name)
         key = number if alone else (unit.method, file, unit.seed, known.count, known.shape)
         groups.setdefault(key, []).append(unit)

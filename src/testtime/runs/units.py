@@ -24,7 +24,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from testtime.evaluate import Record
+from testtime.evaluate import COLUMNS, Record
 from testtime.storage import find_differences, write_whole
 
 try:
@@ -37,21 +37,6 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 _KEY = "testtime-unit"
 _SHOWN = 8
-
-COLUMNS: dict[str, str] = {
-    "sample": "int32",
-    "label": "int32",
-    "prediction": "int32",
-    "prediction_before": "int32",
-    "is_right": "uint8",
-    "was_right": "uint8",
-    "loss_before": "float32",
-    "loss_after": "float32",
-    "confidence": "float32",
-    "adapted": "uint8",
-    "rolled_back": "uint8",
-}
-"""The columns of a unit and their types. A label of -1 means that there is none; the two verdicts are then 0."""
 
 
 class RunError(ValueError):
