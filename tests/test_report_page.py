@@ -203,7 +203,8 @@ def test_small_pictures_become_larger_squares() -> None:
 
 def test_all_files_are_written(folder: Path) -> None:
     out = folder / "out"
-    assert {path.name for path in out.iterdir()} == {"figures", "index.html", "tables.csv", "tables.md", "tables.tex"}
+    tables = {"tables.csv", "tables.md", "tables.tex", "summary.json"}
+    assert {path.name for path in out.iterdir()} == {"figures", "index.html", *tables}
     names = {path.stem for path in (out / "figures").iterdir()}
     assert len(list((out / "figures").iterdir())) == 2 * len(names)
     assert "bars-cifar10-c-5" in names
@@ -230,7 +231,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["RUN", "--format", "pdf"], 2, "`format` must be some of md, latex, csv, html, got 'pdf'"),
+        (["RUN", "--format", "pdf"], 2, "`format` must be some of md, latex, csv, json, html, got 'pdf'"),
         (["nowhere"], 1, "nowhere holds no run"),
         (["RUN", "RUN"], 1, "was given twice"),
         ([], 2, "Missing argument"),

@@ -12,8 +12,9 @@ import pytest
 
 from report_runs import METHODS, make_benchmark, make_columns, make_run
 from testtime.corruptions import CORRUPTIONS
-from testtime.report.results import MEAN, Cell, ResultsError, Table, collect
+from testtime.report.results import MEAN, Cell, Table, collect
 from testtime.report.run_tables import as_csv, difference, explain, latex, markdown, terminal
+from testtime.report.sources import ResultsError
 from testtime.report.statistics import Interval, bootstrap_means, interval_of, sign_test
 from testtime.runs import open_run
 from testtime.runs.units import RunError
@@ -147,7 +148,8 @@ def test_what_cannot_be_reported_is_said_in_one_line(tmp_path: Path) -> None:
     few = make_run(tmp_path / "few", {("online", "digits", 0): make_columns([True] * 3)})
     with pytest.raises(ResultsError, match=r"different data: on digits, .*one \(fixed\).*few .*4 and 3 of its images"):
         collect([one, few])
-    other = make_run(tmp_path / "other", {("fixed", "digits", 0): make_columns([True] * 4, labels=np.ones(4, int))})
+    ones = make_columns([True] * 4, labels=np.ones(4, int))
+    other = make_run(tmp_path / "other", {("fixed", "digits", 0): ones}, seconds=3.0)
     with pytest.raises(ResultsError, match="different labels"):
         collect([one, other])
     with pytest.raises(ResultsError, match="given twice"):

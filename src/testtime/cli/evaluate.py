@@ -188,11 +188,13 @@ def _read_networks(texts: list[str]) -> dict[str, str]:
 
 def report(
     context: typer.Context,
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs.", show_default=False)],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="Folders of runs, or their summary.json.", show_default=False)
+    ],
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
     formats: Annotated[
-        str, typer.Option("--format", help="Some of md, latex, csv and html; html brings the figures.")
-    ] = "md,latex,csv,html",
+        str, typer.Option("--format", help="Some of md, latex, csv, json and html; html brings the figures.")
+    ] = "md,latex,csv,json,html",
     accuracy: Annotated[bool, typer.Option("--accuracy", help="Show accuracies instead of errors.")] = False,
     paper: Annotated[bool, typer.Option("--paper", help="Show the paper's own numbers beside ours.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the confidence intervals.")] = 0,
@@ -204,7 +206,8 @@ def report(
 
     Several runs or seeds of one method are repetitions. OUT/index.html is the
     page; tables.md, tables.tex and tables.csv have its numbers, figures/ its
-    figures as SVG and PNG.
+    figures as SVG and PNG. summary.json is the runs without their records: a
+    RUN of which the same tables are made again.
 
     Examples:
       testtime report runs/digits-c

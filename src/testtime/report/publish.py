@@ -9,10 +9,10 @@ from typing import Literal, cast, get_args
 from testtime.report.paper import Measure
 from testtime.report.results import Results, collect
 from testtime.report.run_tables import as_csv, latex, markdown
-from testtime.runs import open_run
+from testtime.runs import open_runs, write_summary
 from testtime.storage import write_whole
 
-Format = Literal["md", "latex", "csv", "html"]
+Format = Literal["md", "latex", "csv", "json", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 Progress = Callable[[int, int, str], None]
 
@@ -47,8 +47,9 @@ def publish(
     """Read runs and write their report, each file whole or not at all.
 
     Args:
-        runs: Folders of runs; several of one method and set are repetitions.
-        out: The folder to write to: `tables.md`, `tables.tex`, `tables.csv`, `index.html` and `figures/`.
+        runs: Folders of runs, or summaries; several of one method and set are repetitions.
+        out: The folder to write to: `tables.md`, `tables.tex`, `tables.csv`, `summary.json` (the runs without their
+            records, of which the same tables can be made again), `index.html` and `figures/`.
         formats: Which of them; `html` brings the figures.
         measure: Errors or accuracies.
         paper: Whether to show the paper's own numbers beside ours.
@@ -61,7 +62,7 @@ def publish(
         What was reported.
 
     Raises:
-        RunError: A folder is no run.
+        RunError: A folder is no run, a file no summary.
         ResultsError: There is nothing to report, or the runs do not belong together.
         ModuleNotFoundError: The page needs an extra that is not installed; said before anything is read.
     """
@@ -70,13 +71,15 @@ def publish(
         from testtime.report import require
 
         require()
-    results = collect([open_run(path) for path in runs], seed)
+    results = collect([run for path in runs for run in open_runs(path)], seed)
     if "md" in formats:
         write_whole(folder / "tables.md", markdown(results, measure, paper))
     if "latex" in formats:
         write_whole(folder / "tables.tex", latex(results, measure, paper))
     if "csv" in formats:
         write_whole(folder / "tables.csv", as_csv(results, measure))
+    if "json" in formats:
+        write_summary(folder / "summary.json", results.runs)
     if "html" in formats:
         from testtime.report.run_figures import draw_all
         from testtime.report.run_page import render_run_page

@@ -9,25 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from testtime.corruptions import CORRUPTIONS
 from testtime.data.vid import CIFAR7
 from testtime.report.paper import ABBREVIATIONS, PAPER_NAMES, Measure, PaperTable, find_table
+from testtime.report.sources import (
+    SetVerdicts,
+    Source,
+    Sources,
+    check_images,
+    find_norms,
+    read_verdicts,
+    sort_sources,
+)
 from testtime.report.statistics import Interval, bootstrap_means, holm, interval_of, sign_test, spread
-from testtime.runs import Run, Unit
-from testtime.storage import find_differences
+from testtime.runs import Run
 
 BASELINE = "fixed"
 SIGNIFICANT = 0.05
 ORIGINAL, MEAN = "original", "mean"
-
-
-class ResultsError(ValueError):
-    """Runs that no report can be made of; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -133,14 +135,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A unit and the run it comes from."""
-
-    run: Run
-    unit: Unit
-
-
-@dataclass(frozen=True)
 class Results:
     """What some runs found.
 
@@ -204,9 +198,9 @@ def collect(runs: Sequence[Run], seed: int = 0) -> Results:
     Raises:
         ResultsError: There is nothing to report, or the runs do not belong together.
     """
-    sources, notes = _sort_sources(runs)
-    verdicts = {key: _read_verdicts(key, found) for key, found in sources.items()}
-    _check_images(verdicts, sources)
+    sources, notes = sort_sources(runs)
+    verdicts = {key: read_verdicts(key, found) for key, found in sources.items()}
+    check_images(verdicts, sources)
     norm = "batch" if find_norms(runs) == {"batch"} else "group"
     tables = [replace(_measure(*layout, verdicts, seed), norm=norm) for layout in _lay_out(sources, norm)]
     classes = _by_class(sources, verdicts, norm, seed)
@@ -218,152 +212,10 @@ def collect(runs: Sequence[Run], seed: int = 0) -> Results:
     return Results(runs, (*tables, *classes), sources, seconds, tuple(notes))
 
 
-def find_norms(runs: Sequence[Run]) -> set[str]:
-    """The kinds of normalization that the configurations of runs mention."""
-
-    def walk(value: Any) -> Iterator[str]:
-        if isinstance(value, Mapping):
-            for key, entry in value.items():
-                if key == "norm" and isinstance(entry, str):
-                    yield entry
-                yield from walk(entry)
-        elif isinstance(value, list | tuple):
-            for entry in value:
-                yield from walk(entry)
-
-    return {norm for run in runs for norm in walk(run.configuration)}
-
-
-@dataclass(frozen=True)
-class _Verdicts:
-    """What became of the images of a set under one method.
-
-    Attributes:
-        samples: `(N,)`, rising.
-        labels: `(N,)`.
-        right: float64 `(R, N)`, a row for each repetition.
-        seconds: `(R,)`.
-    """
-
-    samples: np.ndarray
-    labels: np.ndarray
-    right: np.ndarray
-    seconds: tuple[float, ...]
-
-    @property
-    def share(self) -> np.ndarray:
-        return self.right.mean(0)
-
-
-_Sources = dict[tuple[str, str], tuple[Source, ...]]
 _Layout = tuple[str, str, int | None, dict[str, str], "PaperTable | None"]  # title, family, level, key → set, paper
 
 
-def _sort_sources(runs: Sequence[Run]) -> tuple[_Sources, list[str]]:
-    notes: list[str] = []
-    if not runs:
-        raise ResultsError("There is no run to report.")
-    paths: set[Path] = set()
-    for run in runs:
-        if run.path.resolve() in paths:
-            raise ResultsError(f"{run.path} was given twice.")
-        paths.add(run.path.resolve())
-        if not run.units:
-            raise ResultsError(f"{run.path} holds no finished unit yet.")
-        if run.damaged:
-            notes.append(f"{run.path.name}: {_count(len(run.damaged), 'damaged file')} left out.")
-        _check_same_kind(runs[0], run)
-    found: dict[tuple[str, str], list[Source]] = {}
-    unlabelled: set[str] = set()
-    for run in runs:
-        for unit in run.units:
-            if unit.about.get("counts", {}).get("labelled") == 0:
-                unlabelled.add(unit.set_name)
-            else:
-                found.setdefault((unit.method, unit.set_name), []).append(Source(run, unit))
-    notes += [f"{name} has no labels, so there is no error to show." for name in sorted(unlabelled)]
-    if not found:
-        raise ResultsError(f"{runs[0].path} has no labelled set, so there is no error to report.")
-    return {key: tuple(entries) for key, entries in found.items()}, notes
-
-
-def _check_same_kind(first: Run, other: Run) -> None:
-    norms = [", ".join(sorted(find_norms([run]))) for run in (first, other)]
-    if norms[0] != norms[1]:
-        raise ResultsError(
-            f"{first.path} and {other.path} have networks of different normalization ({norms[0] or 'unknown'}; "
-            f"{norms[1] or 'unknown'}): report them apart."
-        )
-    for name in sorted(fingerprints(first).keys() & fingerprints(other).keys()):
-        if fingerprints(first)[name] != fingerprints(other)[name]:
-            raise ResultsError(
-                f"The runs are of different data: {name} is not the same in {first.path} and {other.path}."
-            )
-    ours, theirs = (run.configuration.get("methods") for run in (first, other))
-    if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
-        return
-    for method in sorted(ours.keys() & theirs.keys()):
-        different = find_differences({method: ours[method]}, {method: theirs[method]})
-        if different:
-            raise ResultsError(
-                f"{first.path} and {other.path} mean different things by {method} ({different[0]}): report them apart."
-            )
-
-
-def fingerprints(run: Run) -> dict[str, str]:
-    """The fingerprints of a run's sets by name, of those that it knows."""
-    sets = run.configuration.get("sets")
-    return {name: str(mark) for name, mark in sets.items()} if isinstance(sets, Mapping) else {}
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _read_verdicts(key: tuple[str, str], sources: Sequence[Source]) -> _Verdicts:
-    samples = labels = None
-    right: list[np.ndarray] = []
-    for source in sources:
-        columns = source.unit.columns()
-        order = np.argsort(columns["sample"], kind="stable")
-        here = columns["sample"][order]
-        if len(here) == 0:
-            raise ResultsError(f"{source.run.path} holds no image of {key[1]} under {key[0]}.")
-        if samples is not None and labels is not None:
-            _check_same(key[1], (samples, labels), (here, columns["label"][order]), sources[0], source)
-        samples, labels = here, columns["label"][order]
-        right.append(columns["is_right"][order].astype(np.float64))
-    assert samples is not None
-    assert labels is not None
-    return _Verdicts(samples, labels, np.stack(right), tuple(source.unit.seconds for source in sources))
-
-
-def _check_images(verdicts: Mapping[tuple[str, str], _Verdicts], sources: _Sources) -> None:
-    first: dict[str, tuple[str, str]] = {}
-    for key, found in verdicts.items():
-        other = first.setdefault(key[1], key)
-        known = verdicts[other]
-        _check_same(
-            key[1], (known.samples, known.labels), (found.samples, found.labels), sources[other][0], sources[key][0]
-        )
-
-
-def _check_same(name: str, one: Sequence[np.ndarray], two: Sequence[np.ndarray], first: Source, second: Source) -> None:
-    if len(one[0]) != len(two[0]):
-        fault = f"{len(one[0]):,} and {len(two[0]):,} of its images"
-    elif not np.array_equal(one[0], two[0]):
-        fault = "different images of it"
-    elif not np.array_equal(one[1], two[1]):
-        fault = "different labels of it"
-    else:
-        return
-    raise ResultsError(
-        f"The runs are of different data: on {name}, {first.run.path} ({first.unit.method}) and {second.run.path} "
-        f"({second.unit.method}) hold {fault}."
-    )
-
-
-def _lay_out(sources: _Sources, norm: str) -> Iterator[_Layout]:
+def _lay_out(sources: Sources, norm: str) -> Iterator[_Layout]:
     """Which sets stand together in a table."""
     units = {key[1]: entries[0].unit for key, entries in sources.items()}
     taken: set[str] = set()
@@ -398,12 +250,15 @@ def _measure(
     level: int | None,
     keys: Mapping[str, str],
     paper: PaperTable | None,
-    verdicts: Mapping[tuple[str, str], _Verdicts],
+    verdicts: Mapping[tuple[str, str], SetVerdicts],
     seed: int,
 ) -> Table:
     shifts = [column for column in keys if column != ORIGINAL]
     with_mean = family != "" and len(shifts) > 1
     methods = order_methods({method for method, name in verdicts if name in keys.values()})
+    seen = {method for method, name in verdicts if name in keys.values() and name != keys.get(ORIGINAL)}
+    elsewhere = {method for method, name in verdicts if name.split("/")[0] == family} - seen
+    methods = tuple(method for method in methods if method not in elsewhere)  # it saw other levels, not this one
     rows: dict[str, dict[str, Cell]] = {}
     for method in methods:
         here = {column: verdicts[method, name] for column, name in keys.items() if (method, name) in verdicts}
@@ -414,7 +269,7 @@ def _measure(
 
 
 def _measure_row(
-    here: Mapping[str, _Verdicts], base: Mapping[str, _Verdicts], averaged: Sequence[str], seed: int
+    here: Mapping[str, SetVerdicts], base: Mapping[str, SetVerdicts], averaged: Sequence[str], seed: int
 ) -> dict[str, Cell]:
     """The cells of one method, and the mean over `averaged` where all of them are there."""
     cells: dict[str, Cell] = {}
@@ -478,7 +333,7 @@ def _correct(rows: Mapping[str, Mapping[str, Cell]]) -> dict[str, dict[str, Cell
 
 
 def _by_class(
-    sources: _Sources, verdicts: Mapping[tuple[str, str], _Verdicts], norm: str, seed: int
+    sources: Sources, verdicts: Mapping[tuple[str, str], SetVerdicts], norm: str, seed: int
 ) -> Iterator[Table]:
     """The paper's table of the seven classes of VID-Robust that CIFAR-10 has."""
     from testtime.data.cifar import CLASSES
@@ -488,12 +343,12 @@ def _by_class(
     if not found:
         return
     numbers = {title: CLASSES.index(cifar) for title, (_, cifar) in CIFAR7.items()}
-    parts: dict[tuple[str, str], _Verdicts] = {(method, "average"): one for method, one in found.items()}
+    parts: dict[tuple[str, str], SetVerdicts] = {(method, "average"): one for method, one in found.items()}
     for title, number in numbers.items():
         for method, one in found.items():
             keep = one.labels == number
             if keep.any():
-                parts[method, title] = _Verdicts(one.samples[keep], one.labels[keep], one.right[:, keep], one.seconds)
+                parts[method, title] = SetVerdicts(one.samples[keep], one.labels[keep], one.right[:, keep], one.seconds)
     keys = {title: title for title in (*numbers, "average") if any(key[1] == title for key in parts)}
     table = _measure("vid-cifar7 by class", "", None, keys, find_table(name, None, norm), parts, seed)
     yield replace(table, family=name)

@@ -153,15 +153,10 @@ def stream_verdicts(results: Results, name: str) -> dict[str, np.ndarray]:
     """
     online = results.sources.get(("online", name), ())
     fixed = results.sources.get((BASELINE, name), ())
-    if not online or not fixed:
-        return {}
-    base, samples = [], np.zeros(0, np.int32)
-    for source in fixed:
-        columns = source.unit.columns()
-        order = np.argsort(columns["sample"], kind="stable")
-        samples = columns["sample"][order]
-        base.append(columns["is_right"][order].astype(float))
-    share = np.mean(base, 0)
+    if not online or not fixed or any(source.unit.held is not None for source in online):
+        return {}  # a summary does not know the order of the stream
+    verdicts = [source.unit.verdicts() for source in fixed]
+    share, samples = np.mean([found.right for found in verdicts], 0), verdicts[0].samples
     after, before = [], []
     for source in online:
         columns = source.unit.columns()
@@ -183,12 +178,7 @@ def draw_gradual(results: Results, table: Table, measure: Measure = "error") -> 
                 found = results.sources.get((method, table.set_name(column)), ())
                 if not found:
                     continue
-                verdicts = []
-                for source in found:
-                    stream = source.unit.columns()
-                    order = np.argsort(stream["sample"], kind="stable")
-                    verdicts.append(stream["is_right"][order].astype(float))
-                right = np.mean(verdicts, 0)
+                right = np.mean([source.unit.verdicts().right for source in found], 0)
                 curve = sliding_mean(right if measure == "accuracy" else 1 - right, window)
                 dashes = _DASHES.get(method, ())
                 (line,) = axes.plot(*curve, color=colour_of(method, methods), linewidth=1.9, label=method_title(method))

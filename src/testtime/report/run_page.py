@@ -25,13 +25,15 @@ from testtime.report.results import (
 from testtime.report.run_tables import difference, explain
 from testtime.report.samples import Root, pick_samples
 from testtime.report.statistics import ROUNDS
-from testtime.runs import Run
+from testtime.runs import Run, Unit
 
 _ABOUT = {
     "plain": "trained on classes only",
     "fixed": "the network as trained",
     "episodic": "learns from one image, then forgets",
     "online": "learns from each image and keeps it",
+    "uda": "trained on the unlabelled test set as well",
+    "alp": "trained on adversarial images",
 }
 _CAPTIONS = {  # in the order of the page
     "gradual": "In a sliding window along the stream, while the noise grows.",
@@ -290,12 +292,26 @@ def describe_run(run: Run) -> list[tuple[str, str, bool]]:
     facts += [(key.capitalize(), str(plan[key]), False) for key in ("shuffle", "limit") if plan.get(key)]
     seconds = sum(unit.seconds for unit in run.units)
     facts.append(("Finished", f"{len(run.units):,} units, {seconds:,.0f} s in all", False))
-    counts = [unit.about.get("counts", {}) for unit in run.units]
+    for method in dict.fromkeys(unit.method for unit in run.units):
+        text = _tell_learning([unit for unit in run.units if unit.method == method])
+        if text:
+            facts.append((f"{method} learned", text, False))
+    return facts
+
+
+def _tell_learning(units: Sequence[Unit]) -> str:
+    """From how many images a method learned; nothing for one that does not."""
+    counts = [unit.about.get("counts", {}) for unit in units]
     images, adapted, undone = (
         sum(count.get(key, 0) for count in counts) for key in ("images", "adapted", "rolled_back")
     )
-    facts.append(("Learning", f"from {adapted:,} of {images:,} images; undone by the guard on {undone:,}", False))
-    return facts
+    if not adapted and not undone:
+        return ""
+    text = f"from {adapted:,} of {images:,} images ({adapted / max(images, 1):.1%}); undone by the guard on {undone:,}"
+    found = [unit.about["threshold"] for unit in units if "threshold" in unit.about]
+    if found:
+        text += f"; thresholds {min(found):.4g} to {max(found):.4g}, from all images of each set at once"
+    return text
 
 
 def _pairs(settings: Mapping[str, Any]) -> str:

@@ -12,7 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from testtime import data
-from testtime.report.results import BASELINE, MEAN, Results, Source, Table, column_title, fingerprints
+from testtime.report.results import BASELINE, MEAN, Results, Table, column_title
+from testtime.report.sources import Source, fingerprints
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ def pick_samples(results: Results, table: Table, root: Root = None) -> tuple[lis
     for place, column in enumerate(columns):
         name = table.set_name(column)
         sources = results.sources[method, name]
+        if any(source.unit.held is not None for source in sources[:1]):
+            return [], "Sample pictures are left out: a summary holds no records."
         flips = _find_flips(sources[0], results.sources.get((BASELINE, name), ()))
         wanted = [list(flips.right)[len(flips.right) // 2 :][:1]]
         if place % 4 == 0:
@@ -109,7 +112,7 @@ def _find_flips(source: Source, fixed: tuple[Source, ...]) -> _Flips:
     order = np.argsort(after["sample"], kind="stable")
     after = {name: column[order] for name, column in after.items()}
     before, was_right = after["prediction_before"], after["was_right"]
-    if fixed:
+    if fixed and fixed[0].unit.held is None:
         base = fixed[0].unit.columns()
         order = np.argsort(base["sample"], kind="stable")
         before, was_right = base["prediction"][order], base["is_right"][order]

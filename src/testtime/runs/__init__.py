@@ -1,6 +1,7 @@
 """Evaluation runs: methods × test sets × seeds, kept in a folder that can be taken up again and read by reports.
 
 units.py    the folder: one file for each finished unit, written whole or not at all; `open_run` reads it
+summary.py  runs without their records, in one small file; `open_runs` reads it, or a folder
 methods.py  the methods by name: a mode, a network, settings
 plan.py     what to run: from arguments, or from a study in TOML
 run.py      running what is missing, in this process
@@ -10,6 +11,7 @@ cluster.py  the same over Ray
 from testtime.runs.methods import Method
 from testtime.runs.plan import Plan, Source, make_plan, read_study, studies
 from testtime.runs.run import run_plan
+from testtime.runs.summary import open_runs, write_summary
 from testtime.runs.units import Run, RunError, Unit, open_run, tell
 
 __all__ = [
@@ -21,8 +23,10 @@ __all__ = [
     "Unit",
     "make_plan",
     "open_run",
+    "open_runs",
     "read_study",
     "run_plan",
     "studies",
     "tell",
+    "write_summary",
 ]

@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -43,6 +43,20 @@ class RunError(ValueError):
     """A folder that is not a run, or not one of this version; the message says what is wrong."""
 
 
+class Verdicts(NamedTuple):
+    """What became of the images of a unit.
+
+    Attributes:
+        samples: The images' numbers, rising, int32 `(N,)`.
+        labels: Their classes, int32 `(N,)`.
+        right: Whether the predictions are right, uint8 `(N,)`.
+    """
+
+    samples: np.ndarray
+    labels: np.ndarray
+    right: np.ndarray
+
+
 @dataclass(frozen=True)
 class Unit:
     """One method on one test set with one seed: the grain of a run.
@@ -55,6 +69,7 @@ class Unit:
         seed: Seed of the augmentations and of the order.
         path: Its file, once it is finished.
         about: What the file says of itself: seconds, images_per_second, counts, device.
+        held: Its verdicts, where only a summary of its run is there.
     """
 
     method: str
@@ -64,6 +79,7 @@ class Unit:
     seed: int
     path: Path | None = field(default=None, compare=False)
     about: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    held: Verdicts | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, parts in (("method", [self.method]), ("set_name", self.set_name.split("/"))):
@@ -97,9 +113,23 @@ class Unit:
         Raises:
             RunError: The unit is not finished, or its file is damaged.
         """
+        if self.held is not None:
+            raise RunError(f"{self.title}: a summary holds no records.")
         if self.path is None:
             raise RunError(f"{self.title} is not finished.")
         return read_unit(self.path)[1]
+
+    def verdicts(self) -> Verdicts:
+        """Which of its images are predicted right, in the order of their numbers.
+
+        Raises:
+            RunError: The unit is not finished, or its file is damaged.
+        """
+        if self.held is not None:
+            return self.held
+        columns = self.columns()
+        order = np.argsort(columns["sample"], kind="stable")
+        return Verdicts(*(columns[name][order] for name in ("sample", "label", "is_right")))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,196 @@
+"""Which units of which runs belong together, and whether they may: the same data, the same meaning of each method."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from testtime.runs import Run, Unit
+from testtime.storage import find_differences
+
+
+class ResultsError(ValueError):
+    """Runs that no report can be made of; the message says why."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A unit and the run it comes from."""
+
+    run: Run
+    unit: Unit
+
+
+@dataclass(frozen=True)
+class SetVerdicts:
+    """What became of the images of a set under one method.
+
+    Attributes:
+        samples: `(N,)`, rising.
+        labels: `(N,)`.
+        right: float64 `(R, N)`, a row for each repetition.
+        seconds: `(R,)`.
+    """
+
+    samples: np.ndarray
+    labels: np.ndarray
+    right: np.ndarray
+    seconds: tuple[float, ...]
+
+    @property
+    def share(self) -> np.ndarray:
+        return self.right.mean(0)
+
+
+Sources = dict[tuple[str, str], tuple[Source, ...]]
+
+
+def sort_sources(runs: Sequence[Run]) -> tuple[Sources, list[str]]:
+    """The labelled units of runs by method and set, and what a reader should know of what was left out.
+
+    Raises:
+        ResultsError: There is nothing to report, or the runs do not belong together.
+    """
+    notes: list[str] = []
+    if not runs:
+        raise ResultsError("There is no run to report.")
+    paths: set[Path] = set()
+    for run in runs:
+        if run.path.resolve() in paths:
+            raise ResultsError(f"{run.path} was given twice.")
+        paths.add(run.path.resolve())
+        if not run.units:
+            raise ResultsError(f"{run.path} holds no finished unit yet.")
+        if run.damaged:
+            notes.append(f"{run.path.name}: {_count(len(run.damaged), 'damaged file')} left out.")
+    for first, other in itertools.combinations(runs, 2):
+        _check_same_kind(first, other)
+    if any(unit.held is not None for run in runs for unit in run.units):
+        notes.append("From a summary of runs: what needs every record, such as sliding windows, is left out.")
+    found: dict[tuple[str, str], list[Source]] = {}
+    unlabelled: set[str] = set()
+    for run in runs:
+        for unit in run.units:
+            if unit.about.get("counts", {}).get("labelled") == 0:
+                unlabelled.add(unit.set_name)
+                continue
+            entries = found.setdefault((unit.method, unit.set_name), [])
+            for other in entries:
+                if other.unit == unit and _is_same(other.unit, unit):
+                    raise ResultsError(f"{other.run.path} and {run.path} hold the same unit, {unit.title}.")
+            entries.append(Source(run, unit))
+    notes += [f"{name} has no labels, so there is no error to show." for name in sorted(unlabelled)]
+    if not found:
+        raise ResultsError(f"{runs[0].path} has no labelled set, so there is no error to report.")
+    return {key: tuple(entries) for key, entries in found.items()}, notes
+
+
+def _is_same(one: Unit, two: Unit) -> bool:
+    """Whether two units of one name are the same measurement and not its repetition: to the tenth of a millisecond."""
+    keys = ("seconds", "counts", "device")
+    return all(one.about.get(key) == two.about.get(key) for key in keys)
+
+
+def _check_same_kind(first: Run, other: Run) -> None:
+    norms = [", ".join(sorted(find_norms([run]))) for run in (first, other)]
+    if norms[0] != norms[1]:
+        raise ResultsError(
+            f"{first.path} and {other.path} have networks of different normalization ({norms[0] or 'unknown'}; "
+            f"{norms[1] or 'unknown'}): report them apart."
+        )
+    for name in sorted(fingerprints(first).keys() & fingerprints(other).keys()):
+        if fingerprints(first)[name] != fingerprints(other)[name]:
+            raise ResultsError(
+                f"The runs are of different data: {name} is not the same in {first.path} and {other.path}."
+            )
+    ours, theirs = (run.configuration.get("methods") for run in (first, other))
+    if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
+        return
+    for method in sorted(ours.keys() & theirs.keys()):
+        different = find_differences({method: ours[method]}, {method: theirs[method]})
+        if different:
+            raise ResultsError(
+                f"{first.path} and {other.path} mean different things by {method} ({different[0]}): report them apart."
+            )
+
+
+def fingerprints(run: Run) -> dict[str, str]:
+    """The fingerprints of a run's sets by name, of those that it knows."""
+    sets = run.configuration.get("sets")
+    return {name: str(mark) for name, mark in sets.items()} if isinstance(sets, Mapping) else {}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def read_verdicts(key: tuple[str, str], sources: Sequence[Source]) -> SetVerdicts:
+    """The verdicts of one method on one set, a row for each repetition.
+
+    Raises:
+        ResultsError: There are no images, or the repetitions are of different ones.
+    """
+    samples = labels = None
+    right: list[np.ndarray] = []
+    for source in sources:
+        found = source.unit.verdicts()
+        if len(found.samples) == 0:
+            raise ResultsError(f"{source.run.path} holds no image of {key[1]} under {key[0]}.")
+        if samples is not None and labels is not None:
+            _check_same(key[1], (samples, labels), (found.samples, found.labels), sources[0], source)
+        samples, labels = found.samples, found.labels
+        right.append(found.right.astype(np.float64))
+    assert samples is not None
+    assert labels is not None
+    return SetVerdicts(samples, labels, np.stack(right), tuple(source.unit.seconds for source in sources))
+
+
+def check_images(verdicts: Mapping[tuple[str, str], SetVerdicts], sources: Sources) -> None:
+    """Check that all methods saw the same images of each set.
+
+    Raises:
+        ResultsError: They did not.
+    """
+    first: dict[str, tuple[str, str]] = {}
+    for key, found in verdicts.items():
+        other = first.setdefault(key[1], key)
+        known = verdicts[other]
+        _check_same(
+            key[1], (known.samples, known.labels), (found.samples, found.labels), sources[other][0], sources[key][0]
+        )
+
+
+def _check_same(name: str, one: Sequence[np.ndarray], two: Sequence[np.ndarray], first: Source, second: Source) -> None:
+    if len(one[0]) != len(two[0]):
+        fault = f"{len(one[0]):,} and {len(two[0]):,} of its images"
+    elif not np.array_equal(one[0], two[0]):
+        fault = "different images of it"
+    elif not np.array_equal(one[1], two[1]):
+        fault = "different labels of it"
+    else:
+        return
+    raise ResultsError(
+        f"The runs are of different data: on {name}, {first.run.path} ({first.unit.method}) and {second.run.path} "
+        f"({second.unit.method}) hold {fault}."
+    )
+
+
+def find_norms(runs: Sequence[Run]) -> set[str]:
+    """The kinds of normalization that the configurations of runs mention."""
+
+    def walk(value: Any) -> Iterator[str]:
+        if isinstance(value, Mapping):
+            for key, entry in value.items():
+                if key == "norm" and isinstance(entry, str):
+                    yield entry
+                yield from walk(entry)
+        elif isinstance(value, list | tuple):
+            for entry in value:
+                yield from walk(entry)
+
+    return {norm for run in runs for norm in walk(run.configuration)}
