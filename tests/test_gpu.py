@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from testtime import Episodic, Fixed, Online, Prediction, ResizedCropFlip, Rotat
 from testtime.capture import Captured, arithmetic
 from testtime.randomness import Draws
 from testtime.streams import Streams
+from testtime.training import Recipe, Trainer, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
@@ -187,11 +189,67 @@ def test_arithmetic_is_put_back() -> None:
     assert torch.get_float32_matmul_precision() == before
 
 
+# Training
+
+
+def learn_some(norm: Any, recipe: Recipe, folder: Path | None = None, progress: Any = None, **given: Any) -> YNet:
+    images = Draws.of(0, torch.arange(64)).integers(256, 3, 32, 32).to(torch.uint8).cuda()
+    net = resnet26(depth=8, norm=norm, seed=1).cuda()
+    return train(net, images, torch.arange(64).cuda() % 10, recipe, folder=folder, progress=progress, **given)
+
+
+SHORT = Recipe(epochs=3, batch=16, lr=0.05, drops=(2,), attack_steps=2)
+
+
+@pytest.mark.parametrize("method", ["plain", "joint", "alp", "uda"])
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_training_from_a_graph_is_training_step_by_step(
+    norm: Any, method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(SHORT, method=method)
+    target = {"target": pictures(40).cuda()} if method == "uda" else {}
+    replayed = learn_some(norm, recipe, **target)
+    monkeypatch.setattr(Trainer, "_replica_fits", lambda self: False)
+    monkeypatch.setattr(Trainer, "_record", lambda self, inputs: None)
+    plain = learn_some(norm, recipe, **target)
+    start = resnet26(depth=8, norm=norm, seed=1).state_dict()
+    for (name, one), other in zip(replayed.state_dict().items(), plain.state_dict().values(), strict=True):
+        moved = float((other.cpu() - start[name]).abs().max())
+        assert float((one - other).abs().max()) <= 0.02 * moved + 1e-6, name
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_training_stopped_on_the_gpu_goes_on_bit_for_bit(norm: Any, bf16: bool, tmp_path: Path) -> None:
+    def stop(done: int, total: int, text: str) -> None:
+        if done == 9:
+            raise KeyboardInterrupt
+
+    recipe = replace(SHORT, bf16=bf16)
+    whole = learn_some(norm, recipe).state_dict()
+    with pytest.raises(KeyboardInterrupt):
+        learn_some(norm, recipe, tmp_path, stop)
+    resumed = learn_some(norm, recipe, tmp_path).state_dict()
+    for name in whole:
+        assert torch.equal(whole[name], resumed[name]), name
+
+
+def test_training_in_bfloat16_learns_what_training_in_float32_does() -> None:
+    losses = []
+    for bf16 in (False, True):
+        net = learn_some("group", replace(SHORT, epochs=20, drops=(), bf16=bf16))
+        losses.append([entry["loss"] for entry in net.card.record["epochs"]])
+    assert losses[0][-1] < 0.8 * losses[0][0]
+    assert abs(losses[1][0] - losses[0][0]) < 0.05
+    assert abs(losses[1][-1] - losses[0][-1]) < 0.3
+
+
 # Kernels
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

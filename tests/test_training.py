@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -329,6 +330,34 @@ def test_bfloat16_changes_the_loss_only_a_little() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
     assert losses[0] != losses[1]
     assert all(parameter.dtype == torch.float32 for parameter in rough.parameters())
+
+
+@pytest.mark.parametrize("method", ["plain", "joint", "alp", "uda"])
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_a_network_trained_as_a_replica_of_itself_learns_the_same(
+    norm: Any, method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, labels = pictures()
+    target = pictures(11, seed=3)[0] if method == "uda" else None
+    recipe = replace(SHORT, method=method, attack_steps=2)
+    nets = []
+    for replica in (False, True):
+        # On a GPU it is so by itself.
+        monkeypatch.setattr(Trainer, "_replica_fits", lambda self, replica=replica: replica)
+        net = resnet26(CLASSES, norm=norm, depth=8, channels=1, size=8, seed=4)
+        folder = tmp_path / str(replica)
+        with contextlib.suppress(Stop):
+            train(net, images, labels, recipe, target=target, folder=folder, progress=stop_at(5))
+        net = resnet26(CLASSES, norm=norm, depth=8, channels=1, size=8, seed=4)
+        parameters = list(net.parameters())
+        nets.append(train(net, images, labels, recipe, target=target, folder=folder))
+        assert all(own is old for own, old in zip(net.parameters(), parameters, strict=True))
+        assert all(tensor.is_contiguous() for tensor in net.state_dict().values())
+    one, other = (net.state_dict() for net in nets)
+    start = resnet26(CLASSES, norm=norm, depth=8, channels=1, size=8, seed=4).state_dict()
+    for name in one:
+        moved = (one[name] - start[name]).abs().max()
+        assert (one[name] - other[name]).abs().max() <= 1e-3 * moved + 1e-6, name
 
 
 def test_progress_counts_up_to_the_end() -> None:

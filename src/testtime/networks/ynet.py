@@ -96,11 +96,23 @@ class YNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Class logits `(N, K)` of images `(N, C, H, W)`."""
-        return self.classifier(self.encoder(self.normalise(images)))
+        return self.classify(self.encode(images))
 
     def self_supervise(self, views: Tensor) -> Tensor:
         """The self-supervised task's outputs `(N, outputs)` of views `(N, C, H, W)`."""
-        return self.ssl(self.encoder(self.normalise(views)))
+        return self.supervise(self.encode(views))
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Features of images `(N, C, H, W)`, uint8 or floats in [0, 1]."""
+        return self.encoder(self.normalise(images))
+
+    def classify(self, features: Tensor) -> Tensor:
+        """Class logits `(N, K)` of features."""
+        return self.classifier(features)
+
+    def supervise(self, features: Tensor) -> Tensor:
+        """The self-supervised task's outputs `(N, outputs)` of features."""
+        return self.ssl(features)
 
     def describe(self, **changes: Any) -> YNet:
         """Change fields of the card that are not arithmetic (`classes`, `size`, `task`, `augment`, `record`)."""

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from testtime.capture import arithmetic
 from testtime.data.sets import TestSet
 from testtime.networks.ynet import YNet
 from testtime.training.folder import Folder, describe_run, make_record
 from testtime.training.pool import Pool
 from testtime.training.processes import rank, world
 from testtime.training.recipe import Recipe, TrainingError
+from testtime.training.replica import Replica
 from testtime.training.trainer import Trainer
 
 Progress = Callable[[int, int, str], None]
@@ -84,8 +86,8 @@ def train(
         history.append(_train_epoch(trainer, epoch, held_out, run, progress, history))
         if run is not None:
             run.save(trainer, history)
+    trainer.finish()
     net.describe(record=make_record(configuration, history, device))
-    net.eval()
     if run is not None and rank() == 0:
         net.save(run.network)
     return net
@@ -103,7 +105,7 @@ def _train_epoch(
     start, done, total = time.perf_counter(), epoch * trainer.steps, trainer.recipe.epochs * trainer.steps
     text = tell(history[-1]) if history else ""
     trainer.set_lr(trainer.recipe.lr_at(epoch))
-    trainer.net.train()
+    trainer.model.train()
     trainer.sums.zero_()
     for step, (indices, number, pixels) in enumerate(trainer.batches(epoch), start=1):
         trainer.step(indices, number, pixels)
@@ -123,7 +125,7 @@ def _train_epoch(
         )
     trainer.share()  # the processes' Batch Normalization statistics: from here on those that the checkpoint has
     if test is not None:
-        entry["test_error"] = _error(trainer.net, test)
+        entry["test_error"] = _error(trainer, test)
     entry["seconds"] = round(time.perf_counter() - start, 3)
     if progress is not None:
         progress(done + trainer.steps, total, tell(entry))
@@ -139,13 +141,15 @@ def _check_labels(pool: Pool, outputs: int) -> None:
 
 
 @torch.no_grad()
-def _error(net: YNet, pool: Pool, size: int = 500) -> float:
+def _error(trainer: Trainer, pool: Pool) -> float:
     """The share of wrong predictions, each process looking at its part."""
     assert pool.labels is not None
-    net.eval()
+    trainer.model.eval()
     wrong = torch.zeros((), device=pool.device)
+    size = 2500 if isinstance(trainer.model, Replica) and pool.tensor is not None else 500
     for indices in torch.arange(rank(), pool.count, world(), device=pool.device).split(size):
-        wrong += (net(pool.take(indices)).argmax(1) != pool.labels[indices]).sum()
+        with arithmetic(trainer.precision, pool.device):
+            wrong += (trainer.model(pool.take(indices)).argmax(1) != pool.labels[indices]).sum()
     if world() > 1:
         distributed.all_reduce(wrong)
     return float(wrong) / pool.count

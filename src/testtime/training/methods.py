@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from testtime.networks.replicas import Part
 from testtime.networks.ynet import YNet
 from testtime.randomness import Draws
-from testtime.tasks import Task
+from testtime.tasks import Rotation, Task
 from testtime.training.recipe import Method, Recipe
+from testtime.training.replica import Replica
 
+Net = YNet | Replica
 Terms = dict[str, Tensor]
 
 
@@ -37,7 +40,7 @@ class Batch:
     target_draws: Draws | None = None
 
 
-def plain_loss(net: YNet, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
+def plain_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
     """Cross-entropy of the classes.
 
     Args:
@@ -53,13 +56,29 @@ def plain_loss(net: YNet, batch: Batch, recipe: Recipe, task: Task) -> tuple[Ter
     return {"main": F.cross_entropy(logits.float(), batch.labels)}, logits
 
 
-def joint_loss(net: YNet, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
+def joint_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
     """Cross-entropy of the classes plus the self-supervised loss on the same images; as `plain_loss` in form."""
-    terms, logits = plain_loss(net, batch, recipe, task)
-    return terms | {"task": recipe.weight * _task_loss(net, batch.images, batch.draws, task)}, logits
+    views, targets = task.views(batch.images, batch.draws)
+    if _first_of_four(task, batch.images) and not _has_batch_norm(net):
+        features = net.encode(views)  # the images are among the views, so they need not be encoded again
+        logits, outputs = net.classify(features[::4]), net.supervise(features)
+    else:
+        logits, outputs = net(batch.images), net.self_supervise(views)
+    main = F.cross_entropy(logits.float(), batch.labels)
+    return {"main": main, "task": recipe.weight * task.loss(outputs, targets).mean()}, logits
 
 
-def uda_loss(net: YNet, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
+def _first_of_four(task: Task, images: Tensor) -> bool:
+    """Whether the task's views are all turns of each image, the image itself first."""
+    return isinstance(task, Rotation) and task.each == "all" and images.shape[-1] == images.shape[-2]
+
+
+def _has_batch_norm(net: Net) -> bool:
+    """Whether an image's features depend on the batch it comes in."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in net.modules())
+
+
+def uda_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
     """The joint loss plus the self-supervised loss on unlabelled images of the target set (UDA-SS)."""
     assert batch.target is not None
     assert batch.target_draws is not None
@@ -67,19 +86,19 @@ def uda_loss(net: YNet, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms
     return terms | {"target": recipe.weight * _task_loss(net, batch.target, batch.target_draws, task)}, logits
 
 
-def alp_loss(net: YNet, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
+def alp_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
     """Cross-entropy on clean images plus the squared distance to the adversarial logits (logit pairing)."""
     twins = attack(net, batch.images, batch.labels, batch.draws, recipe)
     terms, logits = plain_loss(net, batch, recipe, task)
     return terms | {"pairing": recipe.pairing * F.mse_loss(net(twins).float(), logits.float())}, logits
 
 
-def _task_loss(net: YNet, images: Tensor, draws: Draws, task: Task) -> Tensor:
+def _task_loss(net: Net, images: Tensor, draws: Draws, task: Task) -> Tensor:
     views, targets = task.views(images, draws)
     return task.loss(net.self_supervise(views), targets).mean()
 
 
-def attack(net: YNet, images: Tensor, labels: Tensor, draws: Draws, recipe: Recipe) -> Tensor:
+def attack(net: Net, images: Tensor, labels: Tensor, draws: Draws, recipe: Recipe) -> Tensor:
     """Adversarial twins of images by projected gradient ascent on the classes' loss (Madry et al. 2018).
 
     The network is in evaluation mode meanwhile, so that Batch Normalization does not track the attack.
@@ -99,13 +118,18 @@ def attack(net: YNet, images: Tensor, labels: Tensor, draws: Draws, recipe: Reci
     twins = (clean + recipe.epsilon * start).clamp(0, 1)
     low, high = (clean - recipe.epsilon).clamp(min=0), (clean + recipe.epsilon).clamp(max=1)
     training = net.training
+    learning = [parameter for parameter in net.parameters() if parameter.requires_grad]
     net.eval()
+    for parameter in learning:  # only the pixels' gradient is wanted
+        parameter.requires_grad_(False)
     for _ in range(recipe.attack_steps):
         twins.requires_grad_(True)
         with torch.enable_grad():
             loss = F.cross_entropy(net(twins).float(), labels, reduction="sum")
         (gradient,) = torch.autograd.grad(loss, twins)
         twins = (twins.detach() + recipe.attack_lr * gradient.sign()).clamp(low, high)
+    for parameter in learning:
+        parameter.requires_grad_(True)
     net.train(training)
     return twins
 
@@ -113,14 +137,14 @@ def attack(net: YNet, images: Tensor, labels: Tensor, draws: Draws, recipe: Reci
 class Entry(NamedTuple):
     """A method: its loss, the names of the terms, the parts of the network that learn."""
 
-    loss: Callable[[YNet, Batch, Recipe, Task], tuple[Terms, Tensor]]
+    loss: Callable[[Net, Batch, Recipe, Task], tuple[Terms, Tensor]]
     terms: tuple[str, ...]
-    parts: tuple[str, ...]
+    parts: tuple[Part, ...]
 
 
 METHODS: dict[Method, Entry] = {
-    "plain": Entry(plain_loss, ("main",), ("encoder.", "classifier.")),
-    "joint": Entry(joint_loss, ("main", "task"), ("encoder.", "classifier.", "ssl.")),
-    "alp": Entry(alp_loss, ("main", "pairing"), ("encoder.", "classifier.")),
-    "uda": Entry(uda_loss, ("main", "task", "target"), ("encoder.", "classifier.", "ssl.")),
+    "plain": Entry(plain_loss, ("main",), ("encoder", "classifier")),
+    "joint": Entry(joint_loss, ("main", "task"), ("encoder", "classifier", "ssl")),
+    "alp": Entry(alp_loss, ("main", "pairing"), ("encoder", "classifier")),
+    "uda": Entry(uda_loss, ("main", "task", "target"), ("encoder", "classifier", "ssl")),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +12,7 @@ from torch import Tensor, distributed
 
 from testtime import augment as augmentations
 from testtime import tasks
+from testtime.capture import Captured, Precision, arithmetic, check_precision
 from testtime.networks.ynet import YNet
 from testtime.randomness import Draws
 from testtime.tasks import Rotation, Task
@@ -17,13 +20,17 @@ from testtime.training.methods import METHODS, Batch
 from testtime.training.pool import Pool, shuffle
 from testtime.training.processes import rank, world
 from testtime.training.recipe import Recipe
+from testtime.training.replica import Replica
+
+log = logging.getLogger(__name__)
 
 
 class Trainer:
     """A network, its optimizer and its data: what one step of training works on.
 
     `step` is the whole of training that happens on the device. It reads nothing back, and its shapes and its course do
-    not depend on the numbers.
+    not depend on the numbers: on CUDA it is recorded as a graph and replayed. A network that this package built
+    computes there as a replica of itself, on our kernels.
 
     Args:
         net: The network.
@@ -52,18 +59,34 @@ class Trainer:
         self.parameters = {
             name: parameter
             for name, parameter in net.named_parameters()
-            if name.startswith(self.method.parts) and parameter.requires_grad
+            if name.split(".")[0] in self.method.parts and parameter.requires_grad
         }
         if not self.parameters:
             raise ValueError("The network has no parameter that may be trained (requires_grad).")
+        self.precision: Precision = "bf16" if recipe.bf16 else "fp32"
+        self.model: YNet | Replica = net
+        if self._replica_fits():
+            example = Draws.of(0, torch.arange(2, device=self.device)).uniform(*source.shape)
+            with arithmetic(self.precision, self.device):
+                self.model = Replica(net, self.method.parts, example, check_precision(self.precision))
         self.optimizer = torch.optim.SGD(
-            list(self.parameters.values()),
-            lr=recipe.lr,
-            momentum=recipe.momentum,
-            weight_decay=recipe.weight_decay,
+            list(self._moved().values()), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay
         )
         # Of every step: each term of the loss, and the share of wrong predictions.
         self.sums = torch.zeros(len(self.method.terms) + 1, device=self.device)
+        self.graph: Captured | None = None
+        # Processes wait for each other in every step, which a graph cannot hold.
+        self.eager = self.device.type != "cuda" or world() > 1
+
+    def _replica_fits(self) -> bool:
+        """Whether the network is one whose replicas we know to be the network itself, in training as well."""
+        parts = [getattr(self.net, part) for part in self.method.parts]
+        wanted = sum(1 for part in parts for _ in part.parameters())
+        return self.device.type == "cuda" and bool(self.net.card.architecture) and wanted == len(self.parameters)
+
+    def _moved(self) -> dict[str, Tensor]:
+        """What the optimizer moves, by name."""
+        return {"numbers": self.model.replicas.numbers} if isinstance(self.model, Replica) else dict(self.parameters)
 
     def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor, list[Tensor] | None]]:
         """This process's share of an epoch's batches: for each step what `step` takes."""
@@ -110,7 +133,32 @@ class Trainer:
             number: The step's number in the whole training, an int64 scalar on the device.
             pixels: Those samples' images where they are not on the device yet.
         """
-        pixels = pixels or self.read_pixels(indices)
+        inputs = (indices, number, *(pixels or ()))
+        with arithmetic(self.precision, self.device):
+            if not self.eager and self.graph is None:
+                self._record(inputs)
+            if self.graph is not None:
+                self.graph(*inputs)
+            else:
+                self._advance(*inputs)
+
+    def _record(self, inputs: tuple[Tensor, ...]) -> None:
+        """Record the step as a graph; what trying it out changed is put back."""
+        if self.recipe.momentum:
+            for tensor in self._moved().values():  # zeros are what it starts from anyway
+                self.optimizer.state[tensor].setdefault("momentum_buffer", torch.zeros_like(tensor))
+        changing = [*self.net.state_dict().values(), *self._momentum().values(), self.sums]
+        before = [tensor.clone() for tensor in changing]
+        try:
+            self.graph = Captured(self._advance, *inputs)
+        except RuntimeError as error:
+            self.eager = True
+            warnings.warn(f"CUDA graph capture failed, going on without it: {error}", stacklevel=2)
+        for tensor, old in zip(changing, before, strict=True):
+            tensor.copy_(old)
+
+    def _advance(self, indices: Tensor, number: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        pixels = list(given) or self.read_pixels(indices)
         views, keys = [], []
         for row, images, purpose in zip(indices, pixels, ("train", "target"), strict=False):
             draws = Draws.of(self.recipe.seed, row).purpose(purpose).fold(number)
@@ -119,15 +167,25 @@ class Trainer:
         labels = self.pools[0].labels
         assert labels is not None
         batch = Batch(views[0], labels[indices[0]], keys[0], *views[1:], *keys[1:])
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.bf16):
-            terms, logits = self.method.loss(self.net, batch, self.recipe, self.task)
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.stack(list(terms.values())).sum().backward()
-        self._average_gradients()
-        self.optimizer.step()
+        mixed = self.recipe.bf16 and self.model is self.net  # a replica has its own dtype
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
+            terms, logits = self.method.loss(self.model, batch, self.recipe, self.task)
+        self._descend(torch.stack(list(terms.values())).sum())
         with torch.no_grad():
             wrong = (logits.argmax(1) != batch.labels).float().mean()
             self.sums += torch.stack([*(terms[name].detach().float() for name in self.method.terms), wrong])
+        return ()
+
+    def _descend(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self.model, Replica):
+            parameters = self.model.replicas.parameters(self.method.parts)
+            gradients = torch.autograd.grad(loss, list(parameters.values()))
+            self.model.replicas.numbers.grad = self.model.replicas.pack(dict(zip(parameters, gradients, strict=True)))
+        else:
+            loss.backward()
+        self._average_gradients()
+        self.optimizer.step()
 
     def read(self) -> dict[str, float]:
         """Loss, its terms and the error, averaged over the steps since `sums` was zero and over the processes."""
@@ -140,7 +198,16 @@ class Trainer:
     def set_lr(self, lr: float) -> None:
         """Change the learning rate."""
         for group in self.optimizer.param_groups:
+            if group["lr"] != lr:
+                self.graph = None  # it has the old one in it
             group["lr"] = lr
+
+    def finish(self) -> None:
+        """Leave the network in evaluation mode, its memory its own."""
+        self.graph = None
+        if isinstance(self.model, Replica):
+            self.model.release()
+        self.net.eval()
 
     def is_finite(self) -> bool:
         """Whether all of the network's numbers are."""
@@ -156,11 +223,15 @@ class Trainer:
     def state(self) -> dict[str, Tensor]:
         """Everything that training changes, by name."""
         state = {f"network/{name}": tensor.detach() for name, tensor in self.net.state_dict().items()}
-        for name, parameter in self.parameters.items():
-            momentum = self.optimizer.state[parameter].get("momentum_buffer")
-            if momentum is not None:
-                state[f"momentum/{name}"] = momentum
-        return state
+        return state | {f"momentum/{name}": tensor for name, tensor in self._momentum().items()}
+
+    def _momentum(self) -> dict[str, Tensor]:
+        """The optimizer's memory by the parameters' names; empty before the first step."""
+        memory = {name: self.optimizer.state[tensor].get("momentum_buffer") for name, tensor in self._moved().items()}
+        found = {name: tensor for name, tensor in memory.items() if tensor is not None}
+        if not isinstance(self.model, Replica) or not found:
+            return found
+        return {name: stacked[0] for name, stacked in self.model.replicas.unpack(found["numbers"]).items()}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Continue from a state.
@@ -178,14 +249,16 @@ class Trainer:
                 if name not in found or name not in wanted or found[name].shape != wanted[name].shape:
                     raise ValueError(f"tensor {name!r} is missing, unknown or of another shape")
         self.net.load_state_dict(network)
-        for name, tensor in momentum.items():
-            parameter = self.parameters[name]
-            self.optimizer.state[parameter]["momentum_buffer"] = tensor.to(parameter.device, copy=True)
+        if momentum:
+            for tensor in self._moved().values():
+                self.optimizer.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
+            for name, buffer in self._momentum().items():
+                buffer.copy_(momentum[name])
 
     def _average_gradients(self) -> None:
         if world() == 1:
             return
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        gradients = [tensor.grad for tensor in self._moved().values() if tensor.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients]) / world()
         distributed.all_reduce(flat)
         for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
