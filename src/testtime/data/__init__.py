@@ -15,8 +15,8 @@ from testtime.data.gradual import Gradual
 from testtime.data.pack import open_packed, pack
 from testtime.data.pictures import fit_picture, read_picture
 from testtime.data.places import data_root
-from testtime.data.registry import Description, check, describe, describe_all, expand, names, open
-from testtime.data.sets import ArraySet, Chunk, DataError, TensorSet, TestSet
+from testtime.data.registry import Description, check, describe, describe_all, expand, names, open, pack_all
+from testtime.data.sets import ArraySet, Chunk, DataError, OnBad, TensorSet, TestSet
 from testtime.data.vid import max_convert
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "DataError",
     "Description",
     "Gradual",
+    "OnBad",
     "PictureSet",
     "TensorSet",
     "TestSet",
@@ -41,5 +42,6 @@ __all__ = [
     "open",
     "open_packed",
     "pack",
+    "pack_all",
     "read_picture",
 ]

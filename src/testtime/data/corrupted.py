@@ -25,6 +25,7 @@ class Corrupted(DerivedSet):
         seed: Seed of the corruption's randomness.
         scale: Whose parameters: `cifar`, `imagenet`, or `auto` by the size of the images.
         frost: Folder of frost photographs for `frost`; None makes textures by code.
+        device: Where to compute; the images come back to the CPU.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Corrupted(DerivedSet):
         seed: int = 0,
         scale: Literal["auto", "cifar", "imagenet"] = "auto",
         frost: str | os.PathLike[str] | None = None,
+        device: str = "cpu",
     ) -> None:
         from testtime.corruptions import CORRUPTIONS
 
@@ -49,6 +51,7 @@ class Corrupted(DerivedSet):
         self.seed = seed
         self.scale: Literal["auto", "cifar", "imagenet"] = scale
         self.frost = frost
+        self.device = device
         self.name = name if name is not None else f"{base.name}-c/{corruption}/{level}"
         self.classes, self.labels, self.right, self.ordered = base.classes, base.labels, base.right, base.ordered
         photographs = ", frost photographs" if corruption == "frost" and frost is not None else ""
@@ -58,11 +61,11 @@ class Corrupted(DerivedSet):
         from testtime.corruptions import corrupt
 
         return corrupt(
-            self.base.images(numbers),
+            self.base.images(numbers).to(self.device),
             self.corruption,
             self.level,
             seed=self.seed,
             samples=numbers,
             scale=self.scale,
             frost=self.frost,
-        )
+        ).cpu()

@@ -5,17 +5,24 @@ Pictures are decoded by the chunk, in parallel; nothing else is held in memory b
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from testtime.data.pictures import PIXEL_LIMIT, SUFFIXES, Resize, checked_resize, fit_pictures
 from testtime.data.places import within
-from testtime.data.sets import DataError, TestSet
+from testtime.data.sets import DataError, OnBad, TensorSet, TestSet, check_on_bad, leave_out
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_KNOWN: dict[tuple[str, str], dict[int, DataError]] = {}  # what `PictureSet.faults` found, by folder and fingerprint
 
 
 class PictureSet(TestSet):
@@ -31,6 +38,7 @@ class PictureSet(TestSet):
         resize: See `pictures.fit_picture`.
         threads: Pictures decoded at once; None takes one for each core.
         limit: The most pixels a picture may have.
+        notes: Lines on what has been left out already.
     """
 
     def __init__(
@@ -44,6 +52,7 @@ class PictureSet(TestSet):
         resize: Resize | None = None,
         threads: int | None = None,
         limit: int = PIXEL_LIMIT,
+        notes: Sequence[str] = (),
     ) -> None:
         if labels is not None and len(labels) != len(files):
             raise ValueError(f"`labels` must have {len(files)} entries, got {len(labels)}.")
@@ -56,9 +65,15 @@ class PictureSet(TestSet):
         self.resize: Resize = checked_resize(size, resize)
         self.threads = threads
         self.limit = limit
+        self._skipped = tuple(notes)
+        self._mark: str | None = None
 
     def __len__(self) -> int:
         return len(self.files)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        return self._skipped
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -70,6 +85,8 @@ class PictureSet(TestSet):
 
     def fingerprint(self) -> str:
         """A hash of the files' names and lengths and of the geometry."""
+        if self._mark is not None:
+            return self._mark
         digest = hashlib.sha256(f"{self.size} {self.resize}\n".encode())
         for name in self.files:
             try:
@@ -79,25 +96,117 @@ class PictureSet(TestSet):
             digest.update(f"{name}\0{length}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
+    def try_images(self, numbers: Tensor) -> tuple[Tensor, dict[int, DataError]]:
+        """The images of some samples as far as they can be read, black where not; and the faults by sample number."""
+        paths, faults = [self.folder / self.files[number] for number in numbers.tolist()], {}
+        images = fit_pictures(paths, self.size, self.resize, self.limit, self.threads, faults)
+        return images, {int(numbers[place]): fault for place, fault in sorted(faults.items())}
+
+    def tell(self, fault: DataError) -> str:
+        """A fault in one line that names the file by its path in the folder: the same wherever the folder is."""
+        prefix = f"{self.folder}{os.sep}"
+        return str(DataError(fault.path.removeprefix(prefix), fault.fault))
+
     def faults(self, progress: Callable[[int, int], None] | None = None) -> list[DataError]:
         """Decode every picture and say which cannot be; `progress` is told how many of how many are done."""
-        found: list[DataError] = []
-        for start in range(0, len(self), 64):
-            numbers = range(start, min(start + 64, len(self)))
-            try:
-                self.images(numbers)
-            except DataError:
-                found.extend(fault for fault in map(self._fault, numbers) if fault is not None)
+        return list(self._find_faults(progress).values())
+
+    def _find_faults(self, progress: Callable[[int, int], None] | None = None) -> dict[int, DataError]:
+        found: dict[int, DataError] = {}
+        for numbers in torch.arange(len(self)).split(64):
+            found |= self.try_images(numbers)[1]
             if progress is not None:
-                progress(numbers.stop, len(self))
+                progress(int(numbers[-1]) + 1, len(self))
         return found
 
-    def _fault(self, number: int) -> DataError | None:
-        try:
-            self.images([number])
-        except DataError as error:
-            return error
-        return None
+    def check(self, on_bad: OnBad, progress: Callable[[int, int], None] | None = None) -> Self:
+        """Decode every picture once, before it is too late.
+
+        What was found is remembered, so that a run that opens a set again and again looks only once.
+
+        Args:
+            on_bad: "fail" raises the first fault; "skip" leaves out what cannot be read.
+            progress: Told how many of how many pictures have been looked at.
+
+        Returns:
+            This set, or the same without the pictures that cannot be read; `skipped` names them.
+
+        Raises:
+            DataError: A picture cannot be read, or none can.
+        """
+        check_on_bad(on_bad)
+        key = str(self.folder), self.fingerprint()
+        if key not in _KNOWN:
+            _KNOWN[key] = self._find_faults(progress)
+        return self.without(_KNOWN[key], on_bad)
+
+    def without(self, faults: Mapping[int, DataError], on_bad: OnBad) -> Self:
+        """This set less some samples, or for "fail" the first of their faults raised."""
+        if not faults:
+            return self
+        if on_bad == "fail":
+            raise next(iter(faults.values()))
+        if len(faults) == len(self):
+            raise DataError(self.folder, f"holds no picture that can be read; the first: {next(iter(faults.values()))}")
+        mark = leave_out(self.fingerprint(), list(faults))
+        kept = self.pick(torch.tensor([number for number in range(len(self)) if number not in faults]))
+        kept._mark, kept.name = mark, self.name
+        kept._skipped = (*self._skipped, *map(self.tell, faults.values()))
+        return kept
+
+    def pick(self, numbers: Tensor, name: str | None = None) -> Self:
+        """Some samples as a set of their own, numbered anew."""
+        part = copy.copy(self)
+        part.name = self.name if name is None else name
+        part.files = [self.files[number] for number in numbers.tolist()]
+        part.labels = None if self.labels is None else self.labels[numbers]
+        part.right = None if self.right is None else self.right[numbers]
+        part._mark = None
+        return part
+
+    def hold(self, on_bad: OnBad = "fail", progress: Callable[[int, int], None] | None = None) -> TestSet:
+        """The same set in memory, every picture decoded once.
+
+        Args:
+            on_bad: As for `check`.
+            progress: Told how many of how many pictures are done.
+
+        Raises:
+            DataError: As for `check`.
+        """
+        check_on_bad(on_bad)
+        images = torch.empty((len(self), *self.shape), dtype=torch.uint8)
+        faults: dict[int, DataError] = {}
+        for numbers in torch.arange(len(self)).split(256):
+            images[numbers], found = self.try_images(numbers)
+            if found and on_bad == "fail":
+                raise next(iter(found.values()))
+            faults |= found
+            if progress is not None:
+                progress(int(numbers[-1]) + 1, len(self))
+        good = self.without(faults, on_bad)
+        if faults:
+            images = images[[number for number in range(len(self)) if number not in faults]]
+        return _Held(good, images)
+
+
+class _Held(TensorSet):
+    """Picture files that have been decoded; known by the files' fingerprint."""
+
+    def __init__(self, pictures: PictureSet, images: Tensor) -> None:
+        super().__init__(pictures.name, images, pictures.labels, pictures.classes)
+        self.right, self.origin = pictures.right, pictures.origin
+        self._skipped, self._mark, self._scores = pictures.skipped, pictures.fingerprint(), pictures.scores
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        return self._skipped
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return self._scores(logits)
+
+    def fingerprint(self) -> str:
+        return self._mark
 
 
 def load(
@@ -107,6 +216,8 @@ def load(
     classes: Sequence[str] | None = None,
     threads: int | None = None,
     limit: int = PIXEL_LIMIT,
+    on_bad: OnBad | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> PictureSet:
     """A folder of pictures as a test set.
 
@@ -119,10 +230,27 @@ def load(
         classes: The class folders in the order of the network's outputs; None takes those there are.
         threads: Pictures decoded at once; None takes one for each core.
         limit: The most pixels a picture may have.
+        on_bad: "fail" decodes every picture once and names the first that cannot be; "skip" leaves those out that
+            cannot be, as well as folders without pictures. None finds out when a picture is read.
+        progress: Told how many of how many pictures have been looked at.
 
     Raises:
-        DataError: There is no such folder, or it holds no pictures.
+        DataError: There is no such folder, or it holds no pictures; or one of them cannot be read.
     """
+    pictures = list_pictures(folder, size, resize, classes, threads, limit, on_bad)
+    return pictures if on_bad is None else pictures.check(on_bad, progress)
+
+
+def list_pictures(
+    folder: str | os.PathLike[str],
+    size: int = 224,
+    resize: Resize | None = None,
+    classes: Sequence[str] | None = None,
+    threads: int | None = None,
+    limit: int = PIXEL_LIMIT,
+    on_bad: OnBad | None = None,
+) -> PictureSet:
+    """A folder's picture files, none of them opened yet; arguments as for `load`."""
     folder = Path(folder).expanduser()
     name = f"folder/{folder.resolve().name}"
     if classes is None and not _folders(folder):
@@ -130,20 +258,23 @@ def load(
         if not files:
             raise DataError(folder, "holds neither pictures nor folders of pictures")
         return PictureSet(name, folder, files, None, (), size, resize, threads, limit)
-    files, labels, found = list_classes(folder, classes)
-    return PictureSet(name, folder, files, labels, found, size, resize, threads, limit)
+    files, labels, found, notes = list_classes(folder, classes, on_bad)
+    return PictureSet(name, folder, files, labels, found, size, resize, threads, limit, notes)
 
 
-def list_classes(folder: Path, classes: Sequence[str] | None = None) -> tuple[list[str], Tensor, tuple[str, ...]]:
+def list_classes(
+    folder: Path, classes: Sequence[str] | None = None, on_bad: OnBad | None = None
+) -> tuple[list[str], Tensor, tuple[str, ...], list[str]]:
     """The pictures of a folder that has a folder for each class.
 
     Args:
         folder: The folder.
         classes: Its class folders in the order of the labels; one without a folder has no samples. None takes all
             folders, sorted by name.
+        on_bad: For "skip" a class without pictures is noted; it stays a class, without samples.
 
     Returns:
-        Paths relative to the folder, by class and then by name; labels, int64 `(N,)`; the classes.
+        Paths relative to the folder, by class and then by name; labels, int64 `(N,)`; the classes; the notes.
 
     Raises:
         DataError: No such folder, a class that is not among `classes`, a class without pictures, or a link that leads
@@ -159,14 +290,19 @@ def list_classes(folder: Path, classes: Sequence[str] | None = None) -> tuple[li
         raise DataError(folder / strangers[0], "not one of the classes asked for")
     files: list[str] = []
     counts: list[int] = []
+    notes: list[str] = []
     for name in classes:
         members = _pictures(folder / name, folder) if name in found else []
         if name in found and not members:
-            raise DataError(folder / name, "holds no pictures")
+            if on_bad != "skip":
+                raise DataError(folder / name, "holds no pictures")
+            notes.append(f"{name}: holds no pictures")
         files.extend(f"{name}/{member}" for member in members)
         counts.append(len(members))
     labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    return files, labels, tuple(classes)
+    if not files:
+        raise DataError(folder, "holds no pictures")
+    return files, labels, tuple(classes), notes
 
 
 def _folders(folder: Path) -> list[str]:

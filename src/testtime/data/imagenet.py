@@ -3,7 +3,9 @@
 ImageNet has `train/WNID/*.JPEG` and `val/WNID/*.JPEG`; labels number the WordNet ids in sorted order, which is the
 order of every usual 1,000-way network. A part of the classes works the same way: their labels count from 0, or follow
 `classes` where the network has more. Test images are the short side resized to 256 and the centre 224 cropped.
-ImageNet-C has `NAME/LEVEL/WNID/*.JPEG` at 224×224; where it is absent, it is made from the validation images.
+ImageNet-C has `NAME/LEVEL/WNID/*.JPEG` at 224×224; where it is absent, it is made from the validation images: whatever
+their own size, their short side becomes 256, the centre 224 is cropped and corrupted, and for a network of another size
+the corrupted image is scaled, as a published one would be.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from typing import Literal
 
 from testtime.data.corrupted import Corrupted
 from testtime.data.folder import PictureSet, list_classes
-from testtime.data.pack import pack
+from testtime.data.pack import find_packed, pack
 from testtime.data.pictures import Resize
 from testtime.data.places import data_root, first_existing
-from testtime.data.sets import DataError, TestSet
+from testtime.data.resized import Resized
+from testtime.data.sets import DataError, OnBad, TestSet, check_on_bad
 
 log = logging.getLogger(__name__)
 
 Source = Literal["auto", "official", "generated"]
+Packed = bool | str | os.PathLike[str] | None
+CORRUPTED_SIZE = 224
 _GROUPS = ("", "noise", "blur", "weather", "digital", "extra")  # the archives of ImageNet-C, extracted each by itself
 
 
@@ -34,7 +39,8 @@ def load(
     resize: Resize | None = None,
     classes: Sequence[str] | None = None,
     threads: int | None = None,
-    packed: bool | str | os.PathLike[str] = False,
+    packed: Packed = None,
+    on_bad: OnBad | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TestSet:
     """ImageNet, or a part of its classes.
@@ -47,23 +53,42 @@ def load(
         classes: WordNet ids in the order of the network's outputs; None takes the folders there are.
         threads: Pictures decoded at once; None takes one for each core.
         packed: Keep the decoded images in one memory-mapped file: in this folder, or, for True, in `packed` under the
-            data root. The first opening writes it and takes as long as decoding everything.
-        progress: Told how many of how many images are packed.
+            data root. The first opening writes it and takes as long as decoding everything. None reads from there if
+            all of it is there, False never does.
+        on_bad: "fail" finds a picture that cannot be read before the set is used, "skip" leaves such pictures and
+            classes without pictures out; None finds out when a picture is read.
+        progress: Told how many of how many images are packed or looked at.
 
     Raises:
-        DataError: It is not there, or a class is empty.
+        DataError: It is not there, a class is empty, or a picture cannot be read.
     """
+    pictures = list_pictures(root, split, size, resize, classes, threads, on_bad)
+    return _packed(
+        pictures, packed, root, f"imagenet-{pictures.folder.name}-{size}-{pictures.resize}", on_bad, progress
+    )
+
+
+def list_pictures(
+    root: str | os.PathLike[str] | None = None,
+    split: Literal["train", "val", "test"] = "val",
+    size: int = 224,
+    resize: Resize | None = None,
+    classes: Sequence[str] | None = None,
+    threads: int | None = None,
+    on_bad: OnBad | None = None,
+) -> PictureSet:
+    """ImageNet's picture files, none of them opened yet; arguments as for `load`."""
     if split not in ("train", "val", "test"):
         raise ValueError(f"`split` must be 'train', 'val' or 'test', got {split!r}.")
     split = "val" if split == "test" else split
     folder = find(root)
     if folder is None:
         raise DataError(data_root(root), "holds no imagenet folder with train and val; name another root")
-    files, labels, found = list_classes(folder / split, classes)
+    files, labels, found, notes = list_classes(folder / split, classes, on_bad)
     name = "imagenet" if split == "val" else "imagenet/train"
-    pictures = PictureSet(name, folder / split, files, labels, found, size, resize, threads)
+    pictures = PictureSet(name, folder / split, files, labels, found, size, resize, threads, notes=notes)
     pictures.origin = f"official files ({folder.name}/{split}, {size} from {pictures.resize})"
-    return _packed(pictures, packed, root, f"imagenet-{split}-{size}-{pictures.resize}", progress)
+    return pictures
 
 
 def find(root: str | os.PathLike[str] | None = None) -> Path | None:
@@ -79,12 +104,14 @@ def load_c(
     root: str | os.PathLike[str] | None = None,
     source: Source = "auto",
     seed: int = 0,
-    size: int = 224,
+    size: int = CORRUPTED_SIZE,
     resize: Resize | None = None,
     classes: Sequence[str] | None = None,
     threads: int | None = None,
-    packed: bool | str | os.PathLike[str] = False,
+    packed: Packed = None,
     frost: str | os.PathLike[str] | None = None,
+    on_bad: OnBad | None = None,
+    device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> TestSet:
     """One corruption of ImageNet-C at one level.
@@ -96,17 +123,19 @@ def load_c(
         source: `official` reads the published pictures, `generated` corrupts the validation images with
             `testtime.corruptions`, `auto` takes the pictures where they are.
         seed: Seed of the generated images.
-        size: Height and width of the images.
+        size: Height and width of the images; other than 224 they are scaled after they have been corrupted.
         resize: The short side before the centre crop; None is the size itself for the published pictures, which are
-            already cropped, and 8/7 of it for generated ones.
+            already cropped, and 256 for generated ones, which are cropped to 224.
         classes: As in `load`.
         threads: As in `load`.
         packed: As in `load`.
         frost: Folder of frost photographs for generated `frost`; None makes textures by code.
+        on_bad: As in `load`.
+        device: Where images are generated.
         progress: As in `load`.
 
     Raises:
-        DataError: Neither is there, or the level is missing.
+        DataError: Neither is there, the level is missing, or a picture cannot be read.
     """
     if level not in range(1, 6):
         raise ValueError(f"`level` must be 1 to 5, got {level!r}.")
@@ -117,18 +146,21 @@ def load_c(
     name = f"imagenet-c/{corruption}/{level}"
     folder = None if source == "generated" else find_c(root, corruption)
     if folder is not None:
-        files, labels, found = list_classes(folder / str(level), classes)
+        files, labels, found, notes = list_classes(folder / str(level), classes, on_bad)
         resize = size if resize is None else resize
-        pictures: TestSet = PictureSet(name, folder / str(level), files, labels, found, size, resize, threads)
+        place = folder / str(level)
+        pictures: TestSet = PictureSet(name, place, files, labels, found, size, resize, threads, notes=notes)
         pictures.origin = f"official files ({folder.name}/{level})"
     elif source == "official":
         raise DataError(data_root(root) / "imagenet-c" / corruption / str(level), "no such folder")
     else:
         if find_c(root) is not None:
             log.warning("%s has no %s; generating it from ImageNet", find_c(root), corruption)
-        plain = load(root, "val", size, resize, classes, threads)
-        pictures = Corrupted(plain, corruption, level, name=name, seed=seed, frost=frost)
-    return _packed(pictures, packed, root, f"imagenet-c-{corruption}-{level}-{size}", progress)
+        plain = load(root, "val", CORRUPTED_SIZE, resize, classes, threads, on_bad=on_bad, progress=progress)
+        pictures = Corrupted(plain, corruption, level, name, seed, "imagenet", frost, device)
+        if size != CORRUPTED_SIZE:
+            pictures = Resized(pictures, size)
+    return _packed(pictures, packed, root, f"imagenet-c-{corruption}-{level}-{size}", on_bad, progress)
 
 
 def find_c(root: str | os.PathLike[str] | None = None, corruption: str | None = None) -> Path | None:
@@ -142,11 +174,21 @@ def find_c(root: str | os.PathLike[str] | None = None, corruption: str | None = 
 
 def _packed(
     pictures: TestSet,
-    packed: bool | str | os.PathLike[str],
+    packed: Packed,
     root: str | os.PathLike[str] | None,
     name: str,
+    on_bad: OnBad | None,
     progress: Callable[[int, int], None] | None,
 ) -> TestSet:
-    if packed is False:
-        return pictures
-    return pack(pictures, data_root(root) / "packed" / name if packed is True else packed, progress=progress)
+    """The set itself or its packed form, with every picture looked at where that is asked for."""
+    if on_bad is not None:
+        check_on_bad(on_bad)
+    usual = data_root(root) / "packed" / name
+    if packed is None:
+        found = find_packed(pictures, usual)
+        if found is not None and (on_bad != "fail" or not found.skipped):
+            return found
+    elif packed is not False:
+        place = usual if packed is True else packed
+        return pack(pictures, place, progress=progress, on_bad=on_bad or "fail")
+    return pictures.check(on_bad, progress) if on_bad is not None and isinstance(pictures, PictureSet) else pictures

@@ -1,8 +1,9 @@
 """Pack a test set into one memory-mapped file, so that decoding or corrupting it is paid for once.
 
 A packed set is a folder with `images.u8`, all images one after the other as bytes `(N, C, H, W)`, and `index.json`:
-shape, labels, classes, the source's fingerprint and a SHA-256 for each block of images. The index is written last and
-whole, so a folder with an index is a complete set. Packing that was interrupted goes on where it stopped.
+shape, labels, classes, the source's fingerprint, a SHA-256 for each block of images, and the pictures that could not be
+read, whose places are black and are left out when the set is opened. The index is written last and whole, so a folder
+with an index is a complete set. Packing that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -12,35 +13,98 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from testtime.data.folder import PictureSet
 from testtime.data.places import read_json, within
-from testtime.data.sets import ArraySet, DataError, TestSet
+from testtime.data.sets import ArraySet, DataError, OnBad, TestSet, check_on_bad, leave_out
 from testtime.storage import write_whole
 
 log = logging.getLogger(__name__)
 
+Progress = Callable[[int, int], None]
+
 _FORMAT = 1
+_THREADS = 8
+_ALONE = 1 << 21  # bytes that one thread copies sooner than several
+
+
+class PackedSet(ArraySet):
+    """A packed set, memory-mapped; to the rest it is the set it was packed from.
+
+    Args:
+        folder: Where it is.
+        index: Its index.
+        images: uint8 `(N, C, H, W)`, with the places of pictures that could not be read.
+
+    Attributes:
+        lost: A line for each picture that could not be read when the set was packed.
+    """
+
+    def __init__(self, folder: Path, index: dict[str, Any], images: np.ndarray) -> None:
+        bad = {number for number, _ in index["skipped"]}
+        self._places = torch.tensor([number for number in range(index["count"]) if number not in bad])
+        labels = None if index["labels"] is None else torch.tensor(index["labels"], dtype=torch.int64)[self._places]
+        super().__init__(index["name"], [images], labels, index["classes"], f"{index['origin']}, packed")
+        self.folder = folder
+        self._mark = leave_out(index["fingerprint"], list(bad))
+        self.lost = tuple(line for _, line in index["skipped"])
+        self._skipped = (*index["notes"], *self.lost)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        return self._skipped
+
+    def fingerprint(self) -> str:
+        """The source's: the images are the same, so a run may go on with either."""
+        return self._mark
+
+    def _read(self, numbers: Tensor) -> Tensor:
+        places, source = self._places[numbers].tolist(), self.parts[0]
+        out = np.empty((len(places), *self.shape), dtype=np.uint8)
+
+        def copy(first: int, last: int) -> None:
+            for row in range(first, last):
+                out[row] = source[places[row]]
+
+        # Several threads, because each image may be a wait for the disk.
+        count = 1 if out.nbytes <= _ALONE else min(_THREADS, len(places))
+        bounds = [len(places) * piece // count for piece in range(count + 1)]
+        if count == 1:
+            copy(0, len(places))
+        else:
+            with ThreadPoolExecutor(count) as pool:
+                list(pool.map(copy, bounds[:-1], bounds[1:]))
+        return torch.from_numpy(out)
 
 
 def pack(
     source: TestSet,
     folder: str | os.PathLike[str],
     block: int = 256,
-    progress: Callable[[int, int], None] | None = None,
-) -> ArraySet:
+    progress: Progress | None = None,
+    on_bad: OnBad = "fail",
+) -> PackedSet:
     """Write a set's images into one file, or open the file where that has been done.
 
     Args:
         source: The set; one with several right labels a sample cannot be packed.
         folder: Where to put it. What is packed there of another source, or of an older state of this one, is replaced.
-        block: Images read and written at a time.
-        progress: Told how many of how many images are done.
+        block: Images read and written at a time; the next block is decoded while one is written.
+        progress: Told how many of how many images are done; also while another process packs the same set.
+        on_bad: What to do about a picture file that cannot be read. After "fail" has stopped at one, packing goes on
+            from there with "skip", or once the file is mended.
 
     Returns:
         The packed set, memory-mapped.
@@ -52,23 +116,37 @@ def pack(
         raise ValueError(f"{source.name} has several right labels a sample and cannot be packed.")
     if block < 1:
         raise ValueError(f"`block` must be at least 1, got {block}.")
+    check_on_bad(on_bad)
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    fingerprint = source.fingerprint()
-    with _alone(folder):
-        if (folder / "index.json").exists():
-            try:
-                if _read_index(folder)["fingerprint"] == fingerprint:
-                    return open_packed(folder)
-                log.info("%s holds another set and is packed anew", folder)
-            except DataError as error:
-                log.warning("%s; packed anew", error)
-        header = {"format": _FORMAT, "fingerprint": fingerprint, "block": block}
-        _write(source, folder, header, progress)
-    return open_packed(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(folder, f"cannot be made ({error.strerror or error})") from None
+    with _alone(folder, lambda: _show(folder, block, len(source), progress)):
+        if find_packed(source, folder) is None:
+            if (folder / "index.json").exists():
+                log.info("%s is packed anew", folder)
+            header = {"format": _FORMAT, "fingerprint": source.fingerprint(), "block": block}
+            _write(source, folder, header, progress, on_bad)
+    packed = open_packed(folder)
+    if packed.lost and (on_bad == "fail" or not len(packed)):
+        raise DataError(folder, f"was packed without {len(packed.lost)} files that cannot be read; {packed.lost[0]}")
+    return packed
 
 
-def open_packed(folder: str | os.PathLike[str]) -> ArraySet:
+def find_packed(source: TestSet, folder: str | os.PathLike[str]) -> PackedSet | None:
+    """The packed form of a set, if the folder holds all of it in its present state."""
+    folder = Path(folder)
+    if not (folder / "index.json").is_file():
+        return None
+    try:
+        return open_packed(folder) if _read_index(folder)["fingerprint"] == source.fingerprint() else None
+    except DataError as error:
+        log.warning("%s; not used", error)
+        return None
+
+
+def open_packed(folder: str | os.PathLike[str]) -> PackedSet:
     """Open a packed set; its source need not be there any more.
 
     Raises:
@@ -83,8 +161,7 @@ def open_packed(folder: str | os.PathLike[str]) -> ArraySet:
         have = path.stat().st_size if path.is_file() else 0
         raise DataError(path, f"has {have:,} bytes, its index says {length:,}")
     images = np.memmap(path, dtype=np.uint8, mode="r", shape=shape) if length else np.zeros(shape, np.uint8)
-    labels = None if index["labels"] is None else torch.tensor(index["labels"], dtype=torch.int64)
-    return ArraySet(index["name"], [images], labels, index["classes"], f"{index['origin']}, packed")
+    return PackedSet(folder, index, images)
 
 
 def find_damage(folder: str | os.PathLike[str]) -> list[str]:
@@ -108,28 +185,29 @@ def find_damage(folder: str | os.PathLike[str]) -> list[str]:
     return faults
 
 
-def _write(source: TestSet, folder: Path, header: dict[str, Any], progress: Callable[[int, int], None] | None) -> None:
+def _write(source: TestSet, folder: Path, header: dict[str, Any], progress: Progress | None, on_bad: OnBad) -> None:
     size, block = int(np.prod(source.shape)), header["block"]
     data, journal = folder / "images.part", folder / "blocks.part"
-    blocks = _resumable(data, journal, header, block * size)
+    lines = _resumable(data, journal, header, block * size)
+    if on_bad == "fail":  # what was skipped before is looked at again
+        lines = lines[: next((number for number, line in enumerate(lines) if line[1]), len(lines))]
+    start = len(lines) * block
+    if lines:
+        log.info("%s: packing goes on after %d images", folder, start)
+    heading = [json.dumps(header), *(json.dumps(line) for line in lines)]
+    write_whole(journal, "".join(f"{line}\n" for line in heading))
     # Images go to disk before the journal line that vouches for them.
-    with open(data, "r+b" if blocks else "wb") as images, open(journal, "r+" if blocks else "w") as lines:
-        images.seek(len(blocks) * block * size)
+    with open(data, "r+b" if lines else "wb") as images, open(journal, "a") as notes:
+        images.seek(start * size)
         images.truncate()
-        if blocks:
-            lines.seek(0, os.SEEK_END)
-            log.info("%s: packing goes on after %d images", folder, len(blocks) * block)
-        else:
-            lines.write(json.dumps(header) + "\n")
-        for numbers, chunk, _ in source.chunks(block, slice(len(blocks) * block, None)):
-            content = chunk.numpy().tobytes()
+        for number, content, faults in _blocks(source, start, block, on_bad):
             images.write(content)
             images.flush()
-            blocks.append(hashlib.sha256(content).hexdigest())
-            lines.write(blocks[-1] + "\n")
-            lines.flush()
+            lines.append([hashlib.sha256(content).hexdigest(), faults])
+            notes.write(json.dumps(lines[-1]) + "\n")
+            notes.flush()
             if progress is not None:
-                progress(int(numbers[-1]) + 1, len(source))
+                progress(number, len(source))
         os.fsync(images.fileno())
     index = {
         **header,
@@ -139,7 +217,9 @@ def _write(source: TestSet, folder: Path, header: dict[str, Any], progress: Call
         "shape": list(source.shape),
         "classes": list(source.classes),
         "labels": None if source.labels is None else source.labels.tolist(),
-        "blocks": blocks,
+        "blocks": [seal for seal, _ in lines],
+        "skipped": [fault for _, faults in lines for fault in faults],
+        "notes": list(source.skipped),
     }
     (folder / "index.json").unlink(missing_ok=True)  # between the two renames there must be no index of old images
     os.replace(data, folder / "images.u8")
@@ -147,28 +227,50 @@ def _write(source: TestSet, folder: Path, header: dict[str, Any], progress: Call
     journal.unlink()
 
 
-def _resumable(data: Path, journal: Path, header: dict[str, Any], block_bytes: int) -> list[str]:
-    """The checksums of the blocks that an interrupted packing of the same source has written whole."""
+def _blocks(
+    source: TestSet, start: int, block: int, on_bad: OnBad
+) -> Iterator[tuple[int, memoryview, list[tuple[int, str]]]]:
+    """How many images are done, a block's bytes, and what could not be read in it; the next one is read meanwhile."""
+
+    def read(numbers: Tensor) -> tuple[Tensor, list[tuple[int, str]]]:
+        if on_bad == "skip" and isinstance(source, PictureSet):
+            images, faults = source.try_images(numbers)
+            return images, [(number, source.tell(fault)) for number, fault in faults.items()]
+        return source.images(numbers), []
+
+    waiting = [numbers for numbers in torch.arange(start, len(source)).split(block) if len(numbers)]
+    with ThreadPoolExecutor(1) as ahead:
+        coming = ahead.submit(read, waiting[0]) if waiting else None
+        for place, numbers in enumerate(waiting):
+            assert coming is not None
+            images, faults = coming.result()
+            if place + 1 < len(waiting):
+                coming = ahead.submit(read, waiting[place + 1])
+            yield int(numbers[-1]) + 1, images.contiguous().numpy().reshape(-1).data, faults
+
+
+def _resumable(data: Path, journal: Path, header: dict[str, Any], block_bytes: int) -> list[list[Any]]:
+    """What an interrupted packing of the same source has written whole: for each block its checksum and its faults."""
     try:
-        first, *blocks = journal.read_text().splitlines()
+        first, *found = journal.read_text().splitlines()
         if json.loads(first) != header:
             return []
-        blocks = [line for line in blocks if len(line) == 64][: data.stat().st_size // block_bytes]
-        # Only full blocks are taken up again, so a short last one is simply redone.
+        # Only full blocks are taken up again, so a short last one is simply redone; so is a half-written line.
+        lines = [line for line in map(_read_line, found) if line is not None][: data.stat().st_size // block_bytes]
         with open(data, "rb") as images:
-            images.seek(max(len(blocks) - 1, 0) * block_bytes)
+            images.seek(max(len(lines) - 1, 0) * block_bytes)
             last = hashlib.sha256(images.read(block_bytes)).hexdigest()
     except (OSError, ValueError):
         return []
-    if not blocks or blocks[-1] != last:
-        return []
-    _keep_lines(journal, 1 + len(blocks))
-    return blocks
+    return lines if lines and lines[-1][0] == last else []
 
 
-def _keep_lines(path: Path, count: int) -> None:
-    """Cut a text file after its first `count` lines."""
-    write_whole(path, "".join(line + "\n" for line in path.read_text().splitlines()[:count]))
+def _read_line(text: str) -> list[Any] | None:
+    try:
+        seal, faults = json.loads(text)
+    except (ValueError, TypeError):
+        return None
+    return [seal, faults] if isinstance(seal, str) and isinstance(faults, list) else None
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
@@ -184,7 +286,10 @@ def _read_index(folder: Path) -> dict[str, Any]:
             and len(index["shape"]) == 3
             and type(index["count"]) is int
             and len(index["blocks"]) == -(-index["count"] // index["block"])
-            and all(isinstance(name, str) for name in index["classes"])
+            and all(isinstance(name, str) for name in (*index["classes"], *index["notes"]))
+            and all(
+                type(k) is int and 0 <= k < index["count"] and isinstance(line, str) for k, line in index["skipped"]
+            )
             and (
                 index["labels"] is None
                 or (
@@ -193,7 +298,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
                 )
             )
         )
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:
         raise DataError(path, "not the index of a packed set")
@@ -201,13 +306,31 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time pack into a folder; the others wait, then find it done."""
+def _alone(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Let one process at a time pack into a folder; the others wait, say so now and then, and find it done."""
     try:
         import fcntl
     except ImportError:  # Windows has no such lock; there two packers would only waste work
         yield
         return
-    with open(folder / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        lock = open(folder / ".lock", "w")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise DataError(folder, f"cannot be written ({error.strerror or error})") from None
+    with lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waiting()
+                time.sleep(0.2)
         yield
+
+
+def _show(folder: Path, block: int, total: int, progress: Progress | None) -> None:
+    """Tell how far another process is."""
+    if progress is not None:
+        with contextlib.suppress(OSError):
+            done = (folder / "blocks.part").read_bytes().count(b"\n") - 1
+            progress(min(max(done, 0) * block, total), total)

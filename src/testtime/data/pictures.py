@@ -91,6 +91,7 @@ def fit_pictures(
     resize: Resize | None = None,
     limit: int = PIXEL_LIMIT,
     threads: int | None = None,
+    faults: dict[int, DataError] | None = None,
 ) -> Tensor:
     """Several pictures, decoded in parallel; Pillow releases the interpreter lock while it decodes and resizes.
 
@@ -99,18 +100,29 @@ def fit_pictures(
         size: As in `fit_picture`.
         resize: As in `fit_picture`.
         limit: As in `fit_picture`.
-        threads: How many at once; None takes one for each core, at most 16.
+        threads: How many at once; None takes one for each core, at most 32.
+        faults: Where given, a picture that cannot be read is entered here by its place in `paths`, and is black in the
+            result, instead of stopping everything.
 
     Returns:
         uint8 `(len(paths), 3, size, size)`.
+
+    Raises:
+        DataError: The first picture that cannot be read, where `faults` is not given.
     """
     resize = checked_resize(size, resize)
     out = np.empty((len(paths), 3, size, size), dtype=np.uint8)
 
     def place(position: int) -> None:
-        out[position] = _fit(paths[position], size, resize, limit).transpose(2, 0, 1)
+        try:
+            out[position] = _fit(paths[position], size, resize, limit).transpose(2, 0, 1)
+        except DataError as error:
+            if faults is None:
+                raise
+            faults[position] = error
+            out[position] = 0
 
-    count = min(threads or min(os.cpu_count() or 1, 16), len(paths))
+    count = min(threads or min(os.cpu_count() or 1, 32), len(paths))
     if count > 1:
         with ThreadPoolExecutor(count) as pool:
             for _ in pool.map(place, range(len(paths))):

@@ -18,8 +18,9 @@ from testtime.data import cifar, digits, folder, imagenet, vid
 from testtime.data.corrupted import Corrupted
 from testtime.data.download import ELSEWHERE, REMOTES
 from testtime.data.gradual import NOISES, Gradual
+from testtime.data.pack import find_damage
 from testtime.data.places import data_root
-from testtime.data.sets import DataError, TestSet
+from testtime.data.sets import DataError, OnBad, TestSet
 
 Root = str | os.PathLike[str] | None
 State = Literal["built in", "ready", "generated", "incomplete", "missing"]
@@ -277,11 +278,56 @@ def _shallow_fault(name: str, root: Root, place: Path) -> str | None:
     return None
 
 
+def pack_all(
+    patterns: str | Iterable[str],
+    root: Root = None,
+    *,
+    size: int = 224,
+    on_bad: OnBad = "fail",
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> list[TestSet]:
+    """Decode or generate sets of photographs once and for all, into `packed` under the data root.
+
+    `open` reads them from there as long as their sources stay as they are.
+
+    Args:
+        patterns: As for `expand`: `imagenet`, `imagenet-c/*/5`, ….
+        root: The data root, or the folder that holds `train` and `val`.
+        size: Height and width of the images, as the network takes them.
+        on_bad: What to do about a picture that cannot be read.
+        device: Where corrupted images are made.
+        progress: Told how many of how many images of all sets together are done.
+
+    Returns:
+        The packed sets.
+
+    Raises:
+        ValueError: A set is not one of photographs.
+        DataError: A set is not there, or a picture cannot be read.
+    """
+    names = expand(patterns)
+    for name in names:
+        if name.split("/", 1)[0] not in ("imagenet", "imagenet-c"):
+            raise ValueError(f"Only imagenet and imagenet-c are packed, got {name!r}.")
+    found: list[TestSet] = []
+    for place, name in enumerate(names):
+
+        def advance(done: int, total: int, place: int = place) -> None:
+            if progress is not None:
+                progress(place * total + done, len(names) * total)
+
+        options: dict[str, Any] = {"device": device} if name != "imagenet" else {}
+        found.append(open(name, root, size=size, packed=True, on_bad=on_bad, progress=advance, **options))
+    return found
+
+
 def check(name: str, root: Root = None, progress: Progress | None = None) -> list[str]:
     """Read a set through and list what is wrong with it.
 
     Args:
-        name: A set, such as `cifar10-c`, or one part of it, such as `imagenet-c/fog/5`; or `folder`.
+        name: A set, such as `cifar10-c`, or one part of it, such as `imagenet-c/fog/5`; `folder`; or `packed`, for
+            everything that is packed under the data root.
         root: The data root (for `folder`: the folder itself).
         progress: Told how many of how many samples or files have been read.
 
@@ -294,8 +340,10 @@ def check(name: str, root: Root = None, progress: Progress | None = None) -> lis
     from testtime.corruptions import CORRUPTIONS
 
     family = name.split("/", 1)[0]
+    if name == "packed":
+        return _check_packed(root, progress)
     if family not in WHAT:
-        raise ValueError(f"`name` must be one of {', '.join(WHAT)}; got {name!r}.")
+        raise ValueError(f"`name` must be one of {', '.join((*WHAT, 'packed'))}; got {name!r}.")
     if family.endswith("-gradual") or (family.endswith("-c") and family != "digits-c" and _find(family, root) is None):
         family = family.rsplit("-", 1)[0]  # generated: as sound as what it is made from
         name = family
@@ -359,6 +407,17 @@ def _check_cifar_c(root: Root, corruption: str) -> list[str]:
     return []
 
 
+def _check_packed(root: Root, progress: Progress | None) -> list[str]:
+    """Compare everything packed under the data root with its checksums."""
+    places = sorted(path.parent for path in (data_root(root) / "packed").glob("*/index.json"))
+    faults: list[str] = []
+    for done, place in enumerate(places, start=1):
+        faults.extend(find_damage(place))
+        if progress is not None:
+            progress(done, len(places))
+    return faults
+
+
 def _check_pictures(family: str, name: str, root: Root, progress: Progress | None) -> list[str]:
     """Decode every picture of a set."""
     faults: list[str] = []
@@ -367,13 +426,13 @@ def _check_pictures(family: str, name: str, root: Root, progress: Progress | Non
             place = imagenet.find(root)
             # A split that is not there at all is a choice, not a fault.
             splits = [s for s in ("val", "train") if place is None or (place / s).is_dir()]
-            found: list[TestSet] = [imagenet.load(root, split) for split in splits]  # type: ignore[arg-type]
+            found: list[TestSet] = [imagenet.list_pictures(root, split) for split in splits]  # type: ignore[arg-type]
         elif family == "imagenet-c":
             found = []
             for part in expand(name):
                 corruption, level = part.split("/")[1:]
                 try:
-                    found.append(imagenet.load_c(corruption, int(level), root, source="official"))
+                    found.append(imagenet.load_c(corruption, int(level), root, source="official", packed=False))
                 except DataError as error:
                     faults.append(str(error))
         else:

@@ -16,11 +16,14 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
+
+OnBad = Literal["fail", "skip"]
+"""What to do about a picture that cannot be read: stop and name it, or leave it out and keep its name."""
 
 
 class DataError(ValueError):
@@ -74,6 +77,11 @@ class TestSet(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """The number of samples."""
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """What was left out because it cannot be read: a line for each file, with its name and its fault."""
+        return ()
 
     @property
     @abstractmethod
@@ -179,6 +187,19 @@ class TestSet(ABC):
         return self.right[found, predictions.cpu()].to(predictions.device)
 
 
+def leave_out(fingerprint: str, numbers: Sequence[int]) -> str:
+    """The fingerprint of a set less the samples of these numbers."""
+    if not numbers:
+        return fingerprint
+    return hashlib.sha256(f"{fingerprint} without {sorted(numbers)}".encode()).hexdigest()
+
+
+def check_on_bad(on_bad: str) -> None:
+    """Raise `ValueError` for what is not an `OnBad`."""
+    if on_bad not in get_args(OnBad):
+        raise ValueError(f"`on_bad` must be 'fail' or 'skip', got {on_bad!r}.")
+
+
 class DerivedSet(TestSet):
     """A set made of another one, image by image."""
 
@@ -190,6 +211,10 @@ class DerivedSet(TestSet):
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.base.shape
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        return self.base.skipped
 
     def scores(self, logits: Tensor) -> Tensor:
         return self.base.scores(logits)

@@ -29,7 +29,7 @@ from testtime.data import cifar
 from testtime.data.folder import PictureSet
 from testtime.data.pictures import Resize
 from testtime.data.places import data_root, read_json, within
-from testtime.data.sets import DataError
+from testtime.data.sets import DataError, OnBad
 
 ANCHORS = 1_109
 BACKGROUND = "n00001740"
@@ -94,6 +94,7 @@ def load(
     size: int = 224,
     resize: Resize | None = None,
     threads: int | None = None,
+    on_bad: OnBad | None = None,
 ) -> VidSet:
     """VID-Robust's anchor frames with their 30 classes, for a network trained on ImageNet.
 
@@ -102,6 +103,7 @@ def load(
         size: Height and width of the images.
         resize: See `pictures.fit_picture`.
         threads: Frames decoded at once; None takes one for each core.
+        on_bad: See `folder.load`.
 
     Raises:
         DataError: It is not there, or one of its files is damaged or does not fit the others.
@@ -116,7 +118,7 @@ def load(
     frames.right = right
     frames.groups = layout.groups
     frames.origin = f"official files ({layout.folder.name})"
-    return frames
+    return frames if on_bad is None else frames.check(on_bad)
 
 
 def load_cifar7(
@@ -124,6 +126,7 @@ def load_cifar7(
     size: int = 32,
     resize: Resize | None = "stretch",
     threads: int | None = None,
+    on_bad: OnBad | None = None,
 ) -> Cifar7Set:
     """VID-Robust's anchor frames of the seven classes that CIFAR-10 has, for a network trained on CIFAR-10.
 
@@ -134,6 +137,7 @@ def load_cifar7(
         size: Height and width of the images.
         resize: See `pictures.fit_picture`; the whole frame is scaled unless this is a length.
         threads: Frames decoded at once; None takes one for each core.
+        on_bad: See `folder.load`.
 
     Raises:
         DataError: It is not there, or one of its files is damaged or does not fit the others.
@@ -154,7 +158,7 @@ def load_cifar7(
     frames = Cifar7Set("vid-cifar7", layout.folder, list(kept), labels, tuple(CIFAR7), size, resize, threads)
     frames.right = right
     frames.origin = f"official files ({layout.folder.name})"
-    return frames
+    return frames if on_bad is None else frames.check(on_bad)
 
 
 def find(root: str | os.PathLike[str] | None = None) -> Path | None:

@@ -14,7 +14,8 @@ from testtime.data.sets import TestSet
 from testtime.randomness import Draws
 
 RESIDENT_BYTES = 4 << 30
-"""A set up to this size is read once and kept on the device; a larger one is read by the batch."""
+"""A set up to this size is read once and kept on the device, on CUDA up to a quarter of the memory that is free; a
+larger one is read by the batch."""
 
 
 def shuffle(count: int, seed: int, epoch: int, device: torch.device, purpose: str = "shuffle") -> Tensor:
@@ -31,7 +32,7 @@ class Pool:
         images: `(N, C, H, W)`, uint8 or floats in [0, 1]; or a set.
         labels: Integers `(N,)`, or None: a set has its own.
         device: Where they are used.
-        resident: Up to how many bytes a set is kept on the device; None takes `RESIDENT_BYTES`.
+        resident: Up to how many bytes a set is kept on the device; None decides by `RESIDENT_BYTES`.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Pool:
                 raise ValueError(f"`{name}` is a set and has labels of its own; give it without labels.")
             labels, self.classes = images.labels, images.classes
             self.count, self.shape = len(images), images.shape
-            if self.count * math.prod(self.shape) <= (RESIDENT_BYTES if resident is None else resident):
-                self.tensor = images.images(slice(None)).to(device)
+            if self.count * math.prod(self.shape) <= (_resident_bytes(device) if resident is None else resident):
+                self.tensor = torch.empty((self.count, *self.shape), dtype=torch.uint8, device=device)
+                for numbers, pixels, _ in images.chunks(1024):
+                    self.tensor[numbers[0] : numbers[-1] + 1] = pixels.to(device)
         else:
             if images.dim() != 4 or not (images.dtype == torch.uint8 or images.is_floating_point()):
                 raise ValueError(
@@ -78,9 +81,14 @@ class Pool:
         """What tells these images from others."""
         plain: dict[str, Any] = {"count": self.count, "shape": list(self.shape)}
         if isinstance(self.source, TestSet):
-            return {"name": self.source.name, **plain, "hash": self.source.fingerprint()[:16]}
+            skipped = {"skipped": list(self.source.skipped)} if self.source.skipped else {}
+            return {"name": self.source.name, **plain, "hash": self.source.fingerprint()[:16], **skipped}
         assert self.tensor is not None
         return {**plain, "hash": hash_tensors([self.tensor] if self.labels is None else [self.tensor, self.labels])}
+
+
+def _resident_bytes(device: torch.device) -> int:
+    return max(RESIDENT_BYTES, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else RESIDENT_BYTES
 
 
 def hash_tensors(tensors: Iterable[Tensor]) -> str:
