@@ -27,8 +27,9 @@ def train(
         str | None, typer.Option(help="Unlabelled target set for uda, such as cifar10-c/fog/5.", show_default=False)
     ] = None,
     network: Annotated[
-        Literal["resnet26", "resnet18", "resnet50"], typer.Option(help="Architecture.", rich_help_panel="Network")
-    ] = "resnet26",
+        Literal["resnet26", "resnet18", "resnet50"] | None,
+        typer.Option(help="Architecture.", show_default="resnet26; imagenet resnet18", rich_help_panel="Network"),
+    ] = None,
     depth: Annotated[
         int | None,
         typer.Option(help="Depth of resnet26, 6n + 2.", show_default="26; digits 8", rich_help_panel="Network"),
@@ -39,7 +40,10 @@ def train(
     size: Annotated[
         int | None,
         typer.Option(
-            min=8, help="Side of a folder's pictures.", show_default="the network's", rich_help_panel="Network"
+            min=8,
+            help="Side of the images the network sees of photographs.",
+            show_default="the network's: 32, 224",
+            rich_help_panel="Network",
         ),
     ] = None,
     epochs: Annotated[
@@ -70,6 +74,18 @@ def train(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Train on this many images only.", show_default="all")
     ] = None,
+    on_bad_image: Annotated[
+        Literal["fail", "skip"],
+        typer.Option(help="A picture that cannot be read: stop before training, or leave it out and name it."),
+    ] = "fail",
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for decoded photographs, which the next run finds.",
+            show_default="under the data root, for large sets",
+            rich_help_panel="Machine",
+        ),
+    ] = None,
     data_root: Annotated[
         Path | None, typer.Option(help="Where data sets are.", show_default="$TESTTIME_DATA", rich_help_panel="Machine")
     ] = None,
@@ -85,7 +101,7 @@ def train(
       testtime train --data digits --out runs/digits
       testtime train --data cifar10 --method joint --bf16 --out runs/cifar
       testtime train --data photos/ --size 64 --epochs 30 --out runs/photos
-      torchrun --nproc-per-node 4 -m testtime train --data cifar10 --out runs/c
+      torchrun --nproc-per-node 8 -m testtime train --data imagenet --bf16 --out runs/i
     """
     from testtime import data as datasets
     from testtime.training import is_first, prepare, process_group, tell
@@ -96,11 +112,30 @@ def train(
     changes: dict[str, Any] = {"lr": lr, "batch": batch, "method": method, "bf16": bf16}
     with process_group(pick_device(device)) as place, contextlib.ExitStack() as stack:
         first = is_first()
-        report = stack.enter_context(progress("train")) if first else None
-        with as_bad_arguments(datasets.DataError):
-            setup = prepare(data, network, depth=depth, norm=norm, size=size, seed=seed, root=data_root, limit=limit)
-            unlabelled = None if target is None else datasets.open(target, data_root)
+        with as_bad_arguments(datasets.DataError), progress("decode") if first else contextlib.nullcontext() as decoded:
+            setup = prepare(
+                data,
+                network,
+                depth=depth,
+                norm=norm,
+                size=size,
+                seed=seed,
+                root=data_root,
+                limit=limit,
+                cache=cache,
+                spare=target is None,  # source and target images must be alike
+                on_bad=on_bad_image,
+                progress=decoded,
+            )
+            sized: dict[str, Any] = (
+                {"size": setup.source.shape[1]} if (target or "").startswith(("imagenet", "vid-robust")) else {}
+            )
+            unlabelled = None if target is None else datasets.open(target, data_root, **sized)
             recipe = setup.recipe.change(epochs=epochs, **changes)
+        if first:
+            for line in setup.skipped:
+                typer.echo(f"left out: {line}", err=True)
+        report = stack.enter_context(progress("train")) if first else None
         net = train_network(
             setup.net.to(place),
             setup.source,

@@ -1,7 +1,16 @@
-"""What to train, by name: the sets, a fresh network and the recipe for them."""
+"""What to train, by name: the sets, a fresh network and the recipe for them.
+
+Photographs are decoded once, in parallel: a small set into memory, ImageNet or any larger set into a packed file on
+disk, which the next run finds (data/pack.py). Where the training crops are of random size, the photographs are kept a
+bit larger than the crops: the short side resized to 8/7 of the crop's (256 for 224) and the central square taken. Test
+images are the central crop of the same, as in the paper.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,10 +18,12 @@ from typing import Literal
 import torch
 
 from testtime import data as datasets
-from testtime.data.sets import TensorSet, TestSet
+from testtime.data import folder, imagenet
+from testtime.data.folder import PictureSet
+from testtime.data.sets import OnBad, TensorSet, TestSet, check_on_bad
 from testtime.networks.resnet import resnet18, resnet26, resnet50
 from testtime.networks.ynet import YNet
-from testtime.training.pool import shuffle
+from testtime.training import pool
 from testtime.training.recipe import Recipe
 
 
@@ -32,10 +43,15 @@ class Setup:
     test: TestSet | None
     recipe: Recipe
 
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """A line for each file of the two sets that was left out because it cannot be read."""
+        return self.source.skipped + (() if self.test is None else self.test.skipped)
+
 
 def prepare(
     data: str,
-    network: Literal["resnet26", "resnet18", "resnet50"] = "resnet26",
+    network: Literal["resnet26", "resnet18", "resnet50"] | None = None,
     *,
     depth: int | None = None,
     norm: Literal["group", "batch"] = "group",
@@ -43,73 +59,135 @@ def prepare(
     seed: int = 0,
     root: str | Path | None = None,
     limit: int | None = None,
+    cache: str | Path | None = None,
+    spare: bool = True,
+    on_bad: OnBad = "fail",
+    progress: Callable[[int, int], None] | None = None,
 ) -> Setup:
     """The sets, a fresh network and the recipe for a data set by name.
 
     Args:
         data: "digits", "cifar10", "imagenet", or a folder with a folder of pictures for each class; if it holds
             `train` and `test` (or `val`), those are the two sets, each with the folders of the classes.
-        network: The architecture.
+        network: The architecture; None takes "resnet18" for ImageNet and "resnet26" for everything else.
         depth: For "resnet26" another depth, 6n + 2; the digits take 8 by default.
         norm: "group" or "batch".
-        size: Side of a folder's pictures; by default what the network is made for.
+        size: Side of the images that the network sees of pictures; by default what the network is made for.
         seed: Seed of the initial weights, and of the recipe.
         root: Where data sets are looked for.
         limit: Train on no more than this many samples, chosen by hash.
+        cache: Where decoded photographs are kept. None is `packed` under the data root, and only for ImageNet and for
+            sets that are too large for memory.
+        spare: Whether photographs are kept larger than random crops of them need; without, as large as the crops.
+        on_bad: "fail" stops at a picture that cannot be read, before training starts; "skip" leaves it out.
+        progress: Told how many of how many pictures of a set are decoded.
 
     Raises:
         ValueError: A name or a number is wrong.
         DataError: The data is not there or damaged.
     """
     builders = {"resnet26": resnet26, "resnet18": resnet18, "resnet50": resnet50}
+    network = network or ("resnet18" if data == "imagenet" else "resnet26")
     if network not in builders:
         raise ValueError(f"`network` must be one of {', '.join(builders)}, got {network!r}.")
     if depth is not None and network != "resnet26":
         raise ValueError(f"`depth` is for resnet26; {network} has its own.")
-    source, test = _open_sets(data, root, size or (32 if network == "resnet26" else 224))
+    if limit is not None and limit < 1:
+        raise ValueError(f"`limit` must be at least 1, got {limit}.")
+    check_on_bad(on_bad)
+    size = size or (32 if network == "resnet26" else 224)
+    crops = network != "resnet26"  # the others crop boxes of random size
+    source, test = _open_sets(data, root, size, round(size * 8 / 7) if crops and spare else None, on_bad)
     if source.labels is None:
         raise ValueError(f"{data} has no labels to train with: it needs a folder of pictures for each class.")
-    if limit is not None:
+    if limit is not None and limit < len(source):
         source = _some_of(source, limit)
-    if network == "resnet26":
-        depth = depth or (8 if data == "digits" else 26)
-        net = resnet26(
-            len(source.classes), norm=norm, depth=depth, channels=source.shape[0], size=source.shape[1], seed=seed
-        )
-    else:
-        if source.shape[0] != 3:
-            raise ValueError(f"{network} takes colour images; for {data} use resnet26.")
-        net = builders[network](len(source.classes), norm=norm, size=source.shape[1], seed=seed)
+    keep = _Keeper(data == "imagenet" and limit is None, root, cache, on_bad, progress)
+    source, test = keep(source), None if test is None else keep(test)
+    net = _build(builders[network], network, data, source, norm, depth, size, seed)
     if data == "digits":
         # A mirrored digit is no digit.
         net.describe(augment={"name": "crop-flip", "padding": source.shape[1] // 8, "flip": False})
         return Setup(net, source, test, Recipe.digits(seed=seed))
-    recipe = Recipe.cifar(norm, seed=seed) if network == "resnet26" else Recipe.imagenet(seed=seed)
+    recipe = Recipe.imagenet(seed=seed) if crops else Recipe.cifar(norm, seed=seed)
     return Setup(net, source, test, recipe)
 
 
-def _open_sets(data: str, root: str | Path | None, size: int) -> tuple[TestSet, TestSet | None]:
+def _build(
+    builder: Callable[..., YNet],
+    network: str,
+    data: str,
+    source: TestSet,
+    norm: str,
+    depth: int | None,
+    size: int,
+    seed: int,
+) -> YNet:
+    channels, side, _ = source.shape
+    if network == "resnet26":
+        depth = depth or (8 if data == "digits" else 26)
+        return builder(len(source.classes), norm=norm, depth=depth, channels=channels, size=side, seed=seed)
+    if channels != 3:
+        raise ValueError(f"{network} takes colour images; for {data} use resnet26.")
+    size = min(size, side)
+    net = builder(len(source.classes), norm=norm, size=size, seed=seed)
+    return net.describe(augment={"name": "resized-crop-flip", "size": size})
+
+
+def _open_sets(
+    data: str, root: str | Path | None, size: int, side: int | None, on_bad: OnBad
+) -> tuple[TestSet, TestSet | None]:
+    """The training set, its pictures `side` wide where that is given, and the test set, `size` wide."""
     if data in ("digits", "cifar10"):
         return datasets.open(data, root, "train"), datasets.open(data, root, "test")
+    train = {"size": side or size, "resize": side}
     if data == "imagenet":
-        return datasets.open(data, root, "train", size=size), datasets.open(data, root, "test", size=size)
-    folder = Path(data).expanduser()
-    if not folder.is_dir():
+        pictures = imagenet.list_pictures(root, "train", **train, on_bad=on_bad)
+        return pictures, imagenet.list_pictures(root, "val", size, classes=pictures.classes, on_bad=on_bad)
+    place = Path(data).expanduser()
+    if not place.is_dir():
         raise ValueError(f"`data` must be digits, cifar10, imagenet or a folder, got {data!r}.")
-    if not (folder / "train").is_dir():
-        return datasets.open("folder", folder, size=size), None
-    source = datasets.open("folder", folder / "train", size=size)
-    held_out = next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
+    if not (place / "train").is_dir():
+        return folder.list_pictures(place, **train, on_bad=on_bad), None
+    source = folder.list_pictures(place / "train", **train, on_bad=on_bad)
+    held_out = next((place / name for name in ("test", "val") if (place / name).is_dir()), None)
     if held_out is None:
         return source, None
-    return source, datasets.open("folder", held_out, size=size, classes=source.classes)
+    return source, folder.list_pictures(held_out, size, classes=source.classes, on_bad=on_bad)
 
 
 def _some_of(source: TestSet, limit: int) -> TestSet:
-    if limit < 1:
-        raise ValueError(f"`limit` must be at least 1, got {limit}.")
-    if limit >= len(source):
-        return source
-    numbers = shuffle(len(source), 0, 0, torch.device("cpu"), "limit")[:limit].sort().values
+    numbers = pool.shuffle(len(source), 0, 0, torch.device("cpu"), "limit")[:limit].sort().values
+    name = f"{source.name}[{limit}]"
+    if isinstance(source, PictureSet):
+        return source.pick(numbers, name)
     assert source.labels is not None
-    return TensorSet(f"{source.name}[{limit}]", source.images(numbers), source.labels[numbers], source.classes)
+    return TensorSet(name, source.images(numbers), source.labels[numbers], source.classes)
+
+
+@dataclass(frozen=True)
+class _Keeper:
+    """Decodes pictures once: into memory, or into a packed file."""
+
+    always: bool
+    root: str | Path | None
+    cache: str | Path | None
+    on_bad: OnBad
+    progress: Callable[[int, int], None] | None
+
+    def __call__(self, found: TestSet) -> TestSet:
+        if not isinstance(found, PictureSet):
+            return found
+        small = len(found) * math.prod(found.shape) <= pool.RESIDENT_BYTES
+        if small and not self.always and self.cache is None:
+            return found.hold(self.on_bad, self.progress)
+        place = datasets.data_root(self.root) / "packed" if self.cache is None else Path(self.cache).expanduser()
+        return datasets.pack(found, place / _slug(found), progress=self.progress, on_bad=self.on_bad)
+
+
+def _slug(pictures: PictureSet) -> str:
+    """A folder name for a packed set; ImageNet's as `data.open` looks for it."""
+    if pictures.name in ("imagenet", "imagenet/train"):
+        return f"imagenet-{pictures.folder.name}-{pictures.size}-{pictures.resize}"
+    mark = hashlib.sha256(f"{pictures.folder.resolve()} {pictures.name}".encode()).hexdigest()[:8]
+    return f"{pictures.folder.name}-{mark}-{pictures.size}-{pictures.resize}"
