@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -105,6 +105,10 @@ def evaluate(
             rich_help_panel="Method",
         ),
     ] = None,
+    on_bad_image: Annotated[
+        Literal["fail", "skip"],
+        typer.Option(help="A picture that cannot be read: stop before the run, or leave it out and name it."),
+    ] = "fail",
     data_root: Annotated[
         Path | None, typer.Option(help="Where data sets are.", show_default="$TESTTIME_DATA", rich_help_panel="Machine")
     ] = None,
@@ -160,6 +164,7 @@ def evaluate(
             shuffle=shuffle,
             limit=limit,
             data_root=data_root,
+            on_bad_image=on_bad_image,
             steps=steps,
             lr=lr,
             copies=copies,

@@ -53,6 +53,7 @@ class Plan:
         limit: Only the first so many images of each order.
         data_root: Where data sets are looked for.
         title: What it is, for readers.
+        on_bad_image: What to do about a picture that cannot be read: "fail" before the run starts, or "skip" it.
     """
 
     networks: Mapping[str, str]
@@ -63,6 +64,7 @@ class Plan:
     limit: int | None = None
     data_root: str | None = None
     title: str = ""
+    on_bad_image: datasets.OnBad = "fail"
 
     def __post_init__(self) -> None:
         for name in ("sources", "methods", "seeds"):
@@ -142,6 +144,7 @@ def make_plan(
     shuffle: bool | None = None,
     limit: int | None = None,
     data_root: str | Path | None = None,
+    on_bad_image: datasets.OnBad = "fail",
     **overrides: Sequence[str] | None,
 ) -> Plan:
     """A plan from arguments, and from a study where they are None.
@@ -161,6 +164,7 @@ def make_plan(
         shuffle: Whether to shuffle each set once by the seed.
         limit: Only the first so many images of each set.
         data_root: Where data sets are looked for.
+        on_bad_image: What to do about a picture that cannot be read: "fail" or "skip".
         **overrides: For `steps`, `lr`, `copies`, `threshold` and `precision`: texts such as "0.01" (every method that
             learns) or "online=0.01" (one of them).
 
@@ -203,6 +207,7 @@ def make_plan(
         limit=limit if limit is not None else found.get("limit"),
         data_root=None if data_root is None else str(data_root),
         title=found.get("title", ""),
+        on_bad_image=on_bad_image,
     )
 
 

@@ -47,6 +47,7 @@ _BLOCK = 64  # images of each stream that are read at once
 _STREAMS = 128
 _BELOW_ONE = 1 - 2**-24
 _SIZED = ("digits", "imagenet", "vid-robust", "folder")  # families whose images have the size one asks for
+_PICTURES = ("imagenet", "vid", "folder")  # families that are read from picture files
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,13 @@ class Facts:
         fingerprint: A hash of what it is made of.
         count: How many of its images the run takes.
         shape: `(C, H, W)` of its images.
+        skipped: A line for each of its files that was left out because it cannot be read.
     """
 
     fingerprint: str
     count: int
     shape: tuple[int, int, int]
+    skipped: tuple[str, ...] = ()
 
 
 class Workshop:
@@ -137,6 +140,8 @@ class Workshop:
         options: dict[str, Any] = {}
         if card.size is not None and family.startswith(_SIZED):
             options["size"] = card.size
+        if family.startswith(_PICTURES):
+            options["on_bad"] = self.plan.on_bad_image
         root = source.folder or self.plan.data_root
         found = datasets.open("folder" if source.folder is not None else name, root, **options)
         if source.folder is not None and found.labels is not None and card.classes:
@@ -152,7 +157,7 @@ class Workshop:
         if name not in self._facts:
             found = self.open(name)
             count = len(found) if self.plan.limit is None else min(self.plan.limit, len(found))
-            self._facts[name] = Facts(found.fingerprint(), count, found.shape)
+            self._facts[name] = Facts(found.fingerprint(), count, found.shape, found.skipped)
         return self._facts[name]
 
     def order(self, test_set: TestSet, seed: int) -> Tensor:
@@ -380,6 +385,7 @@ def run_plan(
     machine = describe_machine(shop.device)
     files = {"networks": dict(plan.networks), "folders": {s.name: s.folder for s in plan.sources if s.folder}}
     about = {"title": plan.title, "command": command, "seeds": list(plan.seeds), "files": files, **machine}
+    about["skipped"] = {name: list(one.skipped) for name, one in facts.items() if one.skipped}
     with hold_folder(out):
         prepare_folder(out, configuration, about)
         known = set(open_run(out).units)
