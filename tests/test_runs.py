@@ -28,8 +28,9 @@ from testtime.runs import Method, Plan, RunError, Source, Unit, make_plan, open_
 from testtime.runs import plan as plans
 from testtime.runs.cluster import cut, start_ray
 from testtime.runs.plan import fill
-from testtime.runs.run import Facts, Workshop, choose_batch, find_threshold, make_groups, read_ahead
+from testtime.runs.run import make_groups
 from testtime.runs.units import COLUMNS, hold_folder, join_columns, make_columns, read_unit, write_unit
+from testtime.runs.workshop import Facts, Workshop, choose_batch, find_threshold, read_ahead
 
 SMALL = {"copies": ["2"], "lr": ["0.05"], "steps": ["1"]}
 SETS = ["digits", "digits-c/contrast/5", "digits-gradual/shot_noise"]
@@ -117,6 +118,42 @@ def test_streams_side_by_side_are_streams_one_by_one(finished: Path, plan: Plan,
             else:
                 np.testing.assert_array_equal(here[name], there[name])
     assert len(run.units) == 3
+
+
+def test_jobs_side_by_side_are_units_one_by_one(finished: Path, plan: Plan, tmp_path: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    run = run_plan(plan, tmp_path / "run", jobs=3, progress=lambda *said: told.append(said))
+    assert all_columns(tmp_path / "run") == all_columns(finished)
+    assert told[-1][0] == told[-1][1]
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    assert run.configuration == open_run(finished).configuration
+    with pytest.raises(ValueError, match="`jobs` must be at least 1, got 0"):
+        run_plan(plan, tmp_path / "other", jobs=0)
+    with pytest.raises(ValueError, match="no `sets`, no `jobs`"):
+        run_plan(plan, tmp_path / "other", jobs=2, ray="local")
+
+
+def test_jobs_that_are_stopped_keep_what_is_finished(finished: Path, plan: Plan, tmp_path: Path) -> None:
+    def stop(done: int, total: int, text: str) -> None:
+        if "unit 5/12" in text:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(plan, tmp_path / "run", jobs=2, progress=stop)
+    assert 4 <= len(open_run(tmp_path / "run").units) < 12
+    run_plan(plan, tmp_path / "run", jobs=2)
+    assert all_columns(tmp_path / "run") == all_columns(finished)
+
+
+def test_sets_of_ones_own_need_no_name_to_be_opened_by(networks: dict[str, str], tmp_path: Path) -> None:
+    images = data.open("digits", size=8)
+    mine = data.TensorSet("mine", images.images(slice(9)), images.labels[:9], images.classes)
+    plan = Plan({"joint": networks["checkpoint"]}, (Source("digits"), Source("my/own")), (Method("fixed", "fixed"),))
+    run = run_plan(plan, tmp_path / "run", sets={"my/own": mine})
+    assert [(unit.set_name, unit.about["counts"]["images"]) for unit in run.units] == [("digits", 500), ("my/own", 9)]
+    assert run.configuration["sets"]["my/own"] == mine.fingerprint()
+    first, own = (unit.columns()["prediction"][:9].tolist() for unit in run.units)
+    assert first == own
 
 
 def test_more_streams_than_fit_go_in_turns(plan: Plan) -> None:

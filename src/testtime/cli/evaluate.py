@@ -121,6 +121,9 @@ def evaluate(
             rich_help_panel="Machine",
         ),
     ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Units that run side by side on a CPU, a thread each.", rich_help_panel="Machine")
+    ] = 1,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -173,7 +176,9 @@ def evaluate(
         )
     command = shlex.join(["testtime", *context.obj])
     with progress("views") as report:
-        run = runs.run_plan(plan, out, device=place, command=command, together=together, ray=ray, progress=report)
+        run = runs.run_plan(
+            plan, out, device=place, command=command, together=together, jobs=jobs, ray=ray, progress=report
+        )
     typer.echo(runs.tell(run))
     typer.echo(f"{out}: {len(run.units)} units")
 

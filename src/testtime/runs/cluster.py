@@ -24,8 +24,9 @@ import torch
 from testtime.evaluate import Columns
 from testtime.machine import describe_machine
 from testtime.runs.plan import Plan
-from testtime.runs.run import Facts, Meter, Workshop, choose_batch, make_groups
+from testtime.runs.run import Meter, make_groups
 from testtime.runs.units import Unit, join_columns
+from testtime.runs.workshop import Facts, Workshop, choose_batch
 
 SHARD = 512
 """Samples in a shard of a unit whose images do not depend on each other."""

@@ -1,0 +1,285 @@
+"""The workshop of a run: networks and test sets opened when they are needed, and the work of a unit on them.
+
+It knows nothing of folders, so that a worker of a cluster can have one, and every thread of this process its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from testtime import data as datasets
+from testtime.adapt import Adapter, Prediction
+from testtime.data.sets import TestSet
+from testtime.evaluate import Columns, count_wrong, score, stream_order, walk
+from testtime.networks.ynet import Card, CheckpointError, YNet, load
+from testtime.runs.methods import Method
+from testtime.runs.plan import Plan
+from testtime.runs.units import Unit, join_columns, make_columns
+
+Advance = Callable[[int, int], None]
+
+_BLOCK = 64  # images of each stream that are read at once
+_BELOW_ONE = 1 - 2**-24
+_SIZED = ("digits", "imagenet", "vid-robust", "folder")  # families whose images have the size one asks for
+_PICTURES = ("imagenet", "vid", "folder")  # families that are read from picture files
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a run needs to know of a test set before it is read.
+
+    Attributes:
+        fingerprint: A hash of what it is made of.
+        count: How many of its images the run takes.
+        shape: `(C, H, W)` of its images.
+        skipped: A line for each of its files that was left out because it cannot be read.
+    """
+
+    fingerprint: str
+    count: int
+    shape: tuple[int, int, int]
+    skipped: tuple[str, ...] = ()
+
+
+class Workshop:
+    """The networks and test sets of a plan, opened when they are needed, and the work on them.
+
+    Args:
+        plan: What to do.
+        device: Where to do it.
+        sets: Test sets that have no name to be opened by.
+    """
+
+    def __init__(
+        self, plan: Plan, device: str | torch.device = "cpu", sets: Mapping[str, TestSet] | None = None
+    ) -> None:
+        self.plan = plan
+        self.device = torch.device(device)
+        self._sets = dict(sets or {})
+        self.fingerprints: dict[str, str] = {}
+        """Of the networks opened so far, by file."""
+        self._held: dict[str, tuple[str, YNet]] = {}
+        self._adapter: tuple[Any, Adapter] | None = None
+        self._thresholds: dict[tuple[str, str, int], float] = {}
+        self._open = functools.lru_cache(maxsize=2)(self.open)  # the same set serves several jobs in a row
+        self._facts: dict[str, Facts] = {}
+
+    def net(self, name: str, set_name: str) -> YNet:
+        """A network by its name, for a test set, on the device; of each name the last one is kept.
+
+        Raises:
+            CheckpointError: Its file is missing, damaged, or another than when it was first opened.
+        """
+        file = self.plan.file(name, set_name)
+        held, net = self._held.get(name, (None, None))
+        if net is None or held != file:
+            net = load(file).to(self.device)
+            if self.fingerprints.setdefault(file, net.fingerprint()) != net.fingerprint():
+                raise CheckpointError(f"{file}: the network was replaced while the run was going on.")
+            self._held[name] = file, net
+        return net
+
+    def describe_network(self, name: str) -> dict[str, Any]:
+        """What a network is, as a run's configuration has it: fingerprints by set where every set has its own.
+
+        Raises:
+            CheckpointError: A file is missing or damaged.
+            ValueError: The networks of the sets are not alike.
+        """
+        sets = [source.name for source in self.plan.sources]
+        files = {set_name: self.plan.file(name, set_name) for set_name in sets}
+        if set(files.values()) == {self.plan.networks[name]}:
+            net = self.net(name, sets[0])
+            return {"fingerprint": self.fingerprints[files[sets[0]]], "architecture": net.card.architecture}
+        first: Card | None = None
+        for set_name, file in files.items():
+            try:
+                card = self.net(name, set_name).card
+            except CheckpointError as error:
+                raise CheckpointError(f"The network {name} of {set_name}: {error}") from None
+            first = first or card
+            # What it was trained on may differ, what it is and how it is used may not.
+            if replace(card, record={}) != replace(first, record={}):
+                raise ValueError(f"{file} is another kind of network than {files[sets[0]]}; a method needs one kind.")
+        assert first is not None
+        marks = {set_name: self.fingerprints[file] for set_name, file in files.items()}
+        return {"fingerprint": marks, "architecture": first.architecture}
+
+    def open(self, name: str) -> TestSet:
+        """Open a test set of the plan, in the size and with the classes of the network.
+
+        Raises:
+            ValueError: The network does not have the set's classes.
+            DataError: The set is not there or damaged.
+        """
+        card = self.net(next(iter(self.plan.networks)), name).card
+        source = self.plan.source(name)
+        family = "folder" if source.folder is not None else name.split("/", 1)[0]
+        options: dict[str, Any] = {}
+        if card.size is not None and family.startswith(_SIZED):
+            options["size"] = card.size
+        if family.startswith(_PICTURES):
+            options["on_bad"] = self.plan.on_bad_image
+        root = source.folder or self.plan.data_root
+        if name in self._sets:
+            found = self._sets[name]
+        else:
+            found = datasets.open("folder" if source.folder is not None else name, root, **options)
+        if source.folder is not None and found.labels is not None and card.classes:
+            found = datasets.open("folder", root, classes=card.classes, **options)
+        if card.classes and found.labels is not None:
+            answers = found.scores(torch.zeros(1, len(card.classes))).shape[1]
+            if answers != len(found.classes):
+                raise ValueError(f"{name} has {len(found.classes)} classes, the network {answers}.")
+        return found
+
+    def facts(self, name: str) -> Facts:
+        """What the run needs to know of a set."""
+        if name not in self._facts:
+            found = self.open(name)
+            count = len(found) if self.plan.limit is None else min(self.plan.limit, len(found))
+            self._facts[name] = Facts(found.fingerprint(), count, found.shape, found.skipped)
+        return self._facts[name]
+
+    def order(self, test_set: TestSet, seed: int) -> Tensor:
+        """The sample numbers of a set in the order in which the run visits them."""
+        shuffled = self.plan.shuffle and not test_set.ordered
+        order = stream_order(len(test_set), seed) if shuffled else torch.arange(len(test_set))
+        return order[: self.plan.limit]
+
+    def run_unit(self, unit: Unit, part: slice = slice(None), advance: Advance | None = None) -> Columns:
+        """Run one unit, or a part of one whose images do not depend on each other.
+
+        Args:
+            unit: The unit.
+            part: Which places of its order.
+            advance: Told the number of images as they are done, and how many of them are wrong.
+
+        Returns:
+            Its records as columns.
+        """
+        test_set = self._open(unit.set_name)
+        adapter = self.adapter(unit, test_set.shape)
+        parts: list[Columns] = []
+        chunks = test_set.chunks(choose_batch(test_set.shape, self.device), self.order(test_set, unit.seed)[part])
+        for columns in walk(adapter, test_set, read_ahead(chunks)):
+            parts.append(columns)
+            if advance is not None:
+                advance(len(columns["sample"]), count_wrong(columns))
+        return join_columns(parts) if parts else make_columns([])
+
+    def method(self, unit: Unit) -> Method:
+        """The method of a unit, its threshold a number."""
+        method = self.plan.method(unit.method)
+        return method if method.share is None else method.resolve(self.threshold(unit))
+
+    def threshold(self, unit: Unit) -> float:
+        """The threshold below which the share of a unit's images lies that its method asks for.
+
+        It is a quantile of the confidences of the network as it is, on all images of the unit at once: without their
+        labels, but not one by one as they come.
+        """
+        method = self.plan.method(unit.method)
+        key = unit.method, unit.set_name, unit.seed
+        if key not in self._thresholds:
+            assert method.share is not None
+            test_set, net = self._open(unit.set_name), self.net(method.network, unit.set_name)
+            chunks = test_set.chunks(choose_batch(test_set.shape, self.device), self.order(test_set, unit.seed))
+            parts = walk(method.look_only(net), test_set, read_ahead(chunks))
+            confidences = [confidence for columns in parts for confidence in columns["confidence"].tolist()]
+            self._thresholds[key] = find_threshold(confidences, method.share)
+        return self._thresholds[key]
+
+    def remarks(self, unit: Unit) -> dict[str, Any]:
+        """What a unit's file says of how it was run: the threshold, where it had to be found."""
+        return {} if self.plan.method(unit.method).share is None else {"threshold": self.threshold(unit)}
+
+    def adapter(self, unit: Unit, shape: tuple[int, ...]) -> Adapter:
+        """The adapter of a unit, reset: the last one if it fits, so that what it recorded on CUDA is used again."""
+        method = self.method(unit)
+        net = self.net(method.network, unit.set_name)
+        key = method, self.plan.file(method.network, unit.set_name), unit.seed, shape
+        if self._adapter is None or self._adapter[0] != key:
+            self._adapter = None  # its memory is free before the next one asks for some
+            self._adapter = key, method.make(net, unit.seed, choose_parallel(method, shape, self.device))
+        adapter = self._adapter[1]
+        adapter.reset()
+        return adapter
+
+    def run_streams(self, units: Sequence[Unit], advance: Advance | None = None) -> list[Columns]:
+        """Run online units of one method, network and seed side by side, their sets of one length and shape.
+
+        Args:
+            units: The units.
+            advance: As for `run_unit`.
+
+        Returns:
+            The columns of each.
+        """
+        method, seed = self.plan.method(units[0].method), units[0].seed
+        sets = [self.open(unit.set_name) for unit in units]
+        orders = torch.stack([self.order(test_set, seed) for test_set in sets])  # (S, N)
+        streams = method.make_streams(self.net(method.network, units[0].set_name), seed, len(units))
+        parts: list[list[Columns]] = [[] for _ in units]
+
+        def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+            for numbers in orders.split(_BLOCK, dim=1):
+                yield numbers, torch.stack([one.images(row) for one, row in zip(sets, numbers, strict=True)])
+
+        for numbers, images in read_ahead(blocks()):  # (S, T), (S, T, C, H, W)
+            images = images.to(self.device)
+            steps = [streams.predict(images[:, t], samples=numbers[:, t]) for t in range(numbers.shape[1])]
+            answers = [torch.stack([getattr(step, f.name) for step in steps], 1) for f in fields(Prediction)]
+            for row, test_set in enumerate(sets):
+                parts[row].append(score(test_set, numbers[row], Prediction(*(tensor[row] for tensor in answers))))
+                if advance is not None:
+                    advance(numbers.shape[1], count_wrong(parts[row][-1]))
+        return [join_columns(own) for own in parts]
+
+
+def find_threshold(confidences: Sequence[float], share: float) -> float:
+    """The threshold below which a share of some confidences lies, or a little less where they are equal."""
+    count = round(share * len(confidences))
+    if count >= len(confidences):
+        return 1.0  # all of them
+    # A threshold of 1 would let everything pass; many an image's confidence is 1 in single precision.
+    return min(sorted(confidences)[count], _BELOW_ONE)
+
+
+def choose_batch(shape: tuple[int, ...], device: torch.device) -> int:
+    """Images in one call of an adapter, by the shape of one.
+
+    It is also the grain of shards: a batch is never cut in two, so that the arithmetic of a shard is that of the whole,
+    bit for bit. On CUDA episodes run in blocks, each size of which is recorded once; large batches of small images
+    leave few odd sizes, and a test set of 10,000 only one.
+    """
+    if device.type != "cuda":
+        return 32
+    return 2560 if shape[1] * shape[2] <= 64 * 64 else 512
+
+
+def choose_parallel(method: Method, shape: tuple[int, ...], device: torch.device) -> int | Literal["auto"]:
+    """How many episodes run side by side: on CUDA by trial, elsewhere by rule.
+
+    A trial may end differently the next time, and then the last bits of the records do too. On a CPU small views cost
+    more in calls than in arithmetic, so that eight together are faster; large ones are faster one by one.
+    """
+    if device.type == "cuda":
+        return "auto"
+    return 8 if method.copies * shape[1] * shape[2] <= 16_384 else 1
+
+
+def read_ahead(chunks: Iterator[Any]) -> Iterator[Any]:
+    """The same items; the next one is read while the last one is worked on."""
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(next, chunks, None)
+        while (item := coming.result()) is not None:
+            coming = reader.submit(next, chunks, None)
+            yield item
