@@ -51,7 +51,8 @@ class PackedSet(ArraySet):
 
     def __init__(self, folder: Path, index: dict[str, Any], images: np.ndarray) -> None:
         bad = {number for number, _ in index["skipped"]}
-        self._places = torch.tensor([number for number in range(index["count"]) if number not in bad])
+        good = [number for number in range(index["count"]) if number not in bad]
+        self._places = torch.tensor(good, dtype=torch.int64)
         labels = None if index["labels"] is None else torch.tensor(index["labels"], dtype=torch.int64)[self._places]
         super().__init__(index["name"], [images], labels, index["classes"], f"{index['origin']}, packed")
         self.folder = folder
