@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
+from testtime import Episodic, Fixed, Online, YNet, resnet26
 from testtime.data import DataError, max_convert, vid
+from testtime.runs import make_plan, run_plan
 
 # Outputs of a make-believe ImageNet network, and the VID classes; car and whale are not all CIFAR's.
 OUTPUTS = {
@@ -209,3 +214,143 @@ def test_frames_must_stay_inside(root: Path) -> None:
     path.symlink_to(root / "outside.JPEG")
     with pytest.raises(DataError, match=r"c/000000\.JPEG: leads out of"):
         vid.load(root)
+
+
+# The whole evaluation, with as many classes as the official set has ---------------------------------------------------
+
+_SHARED = [f"n{number:08d}" for number in range(1, 24)] + [identity for identity, _ in vid.CIFAR7.values()]
+
+
+class Frames:
+    """30 classes and the background, 60 ImageNet outputs, 12 anchors with one, seven or thirteen right classes."""
+
+    def __init__(self, place: Path) -> None:
+        rng = random.Random(7)
+        self.place = place / "vid-robust"
+        names = [*_SHARED, vid.BACKGROUND]
+        rng.shuffle(names)
+        self.classes = {number: [identity, f"class {identity}"] for number, identity in enumerate(names)}
+        self.outputs = {number: [f"n9{number:07d}", f"output {number}"] for number in range(60)}
+        coarse = names + [rng.choice(names) for _ in range(len(self.outputs) - len(names))]
+        rng.shuffle(coarse)
+        self.coarse = {fine: group for (fine, _), group in zip(self.outputs.values(), coarse, strict=True)}
+        known = [number for number, (identity, _) in self.classes.items() if identity != vid.BACKGROUND]
+        self.right = {f"val/v{n}/{n:06d}.JPEG": rng.sample(known, 1 + 6 * (n % 3)) for n in range(12)}
+        files: dict[str, Any] = {
+            "metadata/pmsets.json": {frame: [] for frame in self.right},
+            "metadata/labels.json": self.right,
+            "misc/wnid_map.json": self.coarse,
+            "misc/imagenet_class_index.json": self.outputs,
+            "misc/imagenet_vid_class_index.json": self.classes,
+        }
+        for name, content in files.items():
+            (self.place / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.place / name).write_text(json.dumps(content))
+        for n, frame in enumerate(self.right):
+            pixels = np.random.default_rng(n).integers(0, 256, (5, 8, 3), dtype=np.uint8)
+            (self.place / frame).parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).resize((96, 54)).save(self.place / frame, quality=95)
+
+    def naive(self, logits: list[float]) -> str:
+        """The VID id that ImageNet logits stand for."""
+        total = sum(math.exp(value) for value in logits)
+        best: dict[str, float] = {}
+        for output, (fine, _) in self.outputs.items():
+            if self.coarse[fine] != vid.BACKGROUND:
+                best[self.coarse[fine]] = max(best.get(self.coarse[fine], 0), math.exp(logits[output]) / total)
+        return max(best, key=lambda identity: best[identity])
+
+
+def lively(net: YNet) -> YNet:
+    """Weights by which different images get different answers: a random network's are nearly all the same."""
+    images = torch.rand(32, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    images = torch.nn.functional.interpolate(images, size=24, mode="bilinear")
+    net.eval()
+    with torch.no_grad():
+        last = net.classifier[-1]  # type: ignore[index]
+        last.weight.mul_(30)
+        last.bias.sub_(net(images).mean(0))
+    return net
+
+
+def adapters(net: YNet) -> dict[str, Any]:
+    learn: dict[str, Any] = {"lr": 0.05, "copies": 3}
+    return {"fixed": Fixed(net), "episodic": Episodic(net, steps=2, **learn), "online": Online(net, steps=1, **learn)}
+
+
+def answer(adapter: Any, pictures: list[Image.Image]) -> list[list[float]]:
+    """Logits of one picture after the other."""
+    answers = []
+    for number, picture in enumerate(pictures):
+        image = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None]
+        logits: Tensor = adapter.predict(image, samples=torch.tensor([number])).logits
+        answers.append(logits[0].tolist())
+    return answers
+
+
+def evaluate_frames(name: str, net: YNet, root: Path) -> dict[str, Any]:
+    """The records of the three modes, through a plan and its run."""
+    net.save(root / "net.safetensors")
+    settings = {"steps": ["episodic=2", "online=1"], "lr": ["0.05"], "copies": ["3"]}
+    plan = make_plan(checkpoint=root / "net.safetensors", data=[name], data_root=root, **settings)
+    return {unit.method: unit.columns() for unit in run_plan(plan, root / "run").units}
+
+
+def test_the_whole_evaluation_for_imagenet_networks(tmp_path: Path) -> None:
+    frames = Frames(tmp_path)
+    net = lively(resnet26(60, depth=8, size=24, seed=3).describe(classes=tuple(map(str, range(60)))))
+    records = evaluate_frames("vid-robust", net, tmp_path)
+    # Short side to 8/7 of 24, centre crop.
+    pictures = [Image.open(frames.place / frame).convert("RGB").resize((48, 27), 2) for frame in frames.right]
+    pictures = [picture.crop((12, 2, 36, 26)) for picture in pictures]
+    ids = [identity for identity, _ in frames.classes.values() if identity != vid.BACKGROUND]
+    seen: set[str] = set()
+    for method, adapter in adapters(net).items():
+        found = [frames.naive(logits) for logits in answer(adapter, pictures)]
+        assert [ids[prediction] for prediction in records[method]["prediction"]] == found
+        right = [
+            any(frames.classes[label][0] == one for label in labels)
+            for one, labels in zip(found, frames.right.values(), strict=True)
+        ]
+        assert records[method]["is_right"].tolist() == right
+        assert 0 < sum(right) < len(right)
+        seen.update(found)
+    assert len(ids) == 30
+    assert len(seen) > 2  # the answers differ, so the comparison says something
+
+
+def test_the_whole_evaluation_for_cifar_networks(tmp_path: Path) -> None:
+    frames = Frames(tmp_path)
+    net = lively(resnet26(10, depth=8, seed=4).describe(classes=tuple(map(str, range(10)))))
+    records = evaluate_frames("vid-cifar7", net, tmp_path)
+    # airplane automobile bird cat deer dog frog horse ship truck, as CIFAR-10 numbers them
+    seven = {0: "airplane", 2: "bird", 1: "car", 5: "dog", 3: "cat", 7: "horse", 8: "ship"}
+    names = {identity: name for name, (identity, _) in vid.CIFAR7.items()}
+    right = {
+        frame: {names[frames.classes[label][0]] for label in labels if frames.classes[label][0] in names}
+        for frame, labels in frames.right.items()
+    }
+    kept = [frame for frame, found in right.items() if found]
+    assert 1 < len(kept) < len(right)
+    pictures = [Image.open(frames.place / frame).convert("RGB").resize((32, 32), 2) for frame in kept]
+    seen: set[str] = set()
+    for method, adapter in adapters(net).items():
+        found = [seven[max(seven, key=lambda k: logits[k])] for logits in answer(adapter, pictures)]
+        assert [tuple(vid.CIFAR7)[prediction] for prediction in records[method]["prediction"]] == found
+        assert records[method]["is_right"].tolist() == [
+            one in right[frame] for one, frame in zip(found, kept, strict=True)
+        ]
+        seen.update(found)
+    assert len(seen) > 2
+
+
+def test_a_broken_frame_is_left_out_with_its_labels(root: Path) -> None:
+    (root / "imagenet-vid-robust" / frame("b/000007")).write_bytes(b"broken")
+    with pytest.raises(DataError, match=r"b/000007\.JPEG: not a picture"):
+        vid.load(root, on_bad="fail")
+    test_set = vid.load(root, size=16, on_bad="skip")
+    assert test_set.files == [frame(name) for name in ("a/000001", "c/000000", "d/000000", "e/000003")]
+    assert test_set.right is not None
+    assert test_set.right.sum(1).tolist() == [1, 1, 2, 1]
+    assert test_set.scores(torch.zeros(1, 11)).shape == (1, 8)
+    assert test_set.skipped == ("val/b/000007.JPEG: not a picture in a known format",)
