@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +17,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from testtime import Episodic, resnet18, resnet50, train
+from testtime import Episodic, load, resnet18, resnet50, train
 from testtime.cli import run
 from testtime.data import DataError, TestSet, fit_picture, folder, imagenet, pack, pack_all
 from testtime.data import open as open_set
@@ -363,3 +366,23 @@ def test_data_pack_on_the_command_line(root: Path, capsys: pytest.CaptureFixture
         file.write(b"\xff\x00\xff")
     assert run(["data", "check", "packed", "--data-root", str(root)]) == 1
     assert "images 0 to 7 are damaged" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_cache_and_the_batches(root: Path) -> None:
+    """`torchrun` with two processes gives what one gives, up to the order of a sum."""
+    arguments = ["-m", "testtime", "train", "--data", str(root / "imagenet"), "--network", "resnet18", "--size", "28"]
+    arguments += ["--batch", "4", "--cache", str(root / "cache"), "--device", "cpu"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    for start, out in (([], root / "one"), (launch, root / "two")):
+        command = [sys.executable, *start, *arguments, "--epochs", "1", "--out", str(out)]
+        subprocess.run(command, check=True, env=environment, capture_output=True, timeout=300)
+    assert sorted(path.name.split("-")[0] for path in (root / "cache").iterdir()) == ["train", "val"]
+    one, two = (json.loads((root / name / "record.json").read_text()) for name in ("one", "two"))
+    assert one["configuration"] == two["configuration"]
+    assert (one["hardware"]["processes"], two["hardware"]["processes"]) == (1, 2)
+    assert two["epochs"][0]["loss"] == pytest.approx(one["epochs"][0]["loss"], rel=1e-3)
+    nets = [load(root / name / "network.safetensors").state_dict() for name in ("one", "two")]
+    for name, tensor in nets[0].items():
+        assert torch.allclose(tensor, nets[1][name], rtol=1e-2, atol=1e-4), name
