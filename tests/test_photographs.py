@@ -22,6 +22,7 @@ from testtime.cli import run
 from testtime.data import DataError, TestSet, fit_picture, folder, imagenet, pack, pack_all
 from testtime.data import open as open_set
 from testtime.data.folder import PictureSet
+from testtime.report import costs
 from testtime.training import Pool, Recipe, Trainer, prepare
 
 CLASSES = ("ants", "bees", "empty")
@@ -386,3 +387,20 @@ def test_two_processes_share_the_cache_and_the_batches(root: Path) -> None:
     nets = [load(root / name / "network.safetensors").state_dict() for name in ("one", "two")]
     for name, tensor in nets[0].items():
         assert torch.allclose(tensor, nets[1][name], rtol=1e-2, atol=1e-4), name
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_what_the_costs_are_worked_out_from(tmp_path: Path) -> None:
+    script = Path(__file__).parent.parent / "benchmarks/train.py"
+    arguments = ["--quick", "--device", "cpu", "--only-imagenet", "--imagenet", "synthetic", "--photographs", "16"]
+    command = [sys.executable, str(script), *arguments, "--sizes", "32", "--out", str(tmp_path / "out.json")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=300)
+    document = json.loads((tmp_path / "out.json").read_text())
+    for row in document["rows"]:
+        row["size"] = costs.SIZE
+    text = costs.tell_costs(document, None)
+    fed = next(row["images_per_s"] for row in document["rows"] if row["name"].startswith("training, fed"))
+    assert f"1,281,167 / {fed:,.1f}" in text
+    assert "decode, once" in text
+    assert "synthetic JPEGs" in text
