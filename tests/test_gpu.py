@@ -193,12 +193,16 @@ def test_arithmetic_is_put_back() -> None:
 
 
 def learn_some(norm: Any, recipe: Recipe, folder: Path | None = None, progress: Any = None, **given: Any) -> YNet:
-    images = Draws.of(0, torch.arange(64)).integers(256, 3, 32, 32).to(torch.uint8).cuda()
+    labels = torch.arange(64) % 10
+    images = Draws.of(0, torch.arange(64)).integers(100, 3, 32, 32)
+    images += (
+        150 * (torch.arange(32) // 3 == labels[:, None])[:, None, :, None]
+    )  # a bright bar, whose height is the class
     net = resnet26(depth=8, norm=norm, seed=1).cuda()
-    return train(net, images, torch.arange(64).cuda() % 10, recipe, folder=folder, progress=progress, **given)
+    return train(net, images.to(torch.uint8).cuda(), labels.cuda(), recipe, folder=folder, progress=progress, **given)
 
 
-SHORT = Recipe(epochs=3, batch=16, lr=0.05, drops=(2,), attack_steps=2)
+SHORT = Recipe(epochs=3, batch=16, lr=0.01, drops=(2,), attack_steps=2)
 
 
 @pytest.mark.parametrize("method", ["plain", "joint", "alp", "uda"])
@@ -215,7 +219,7 @@ def test_training_from_a_graph_is_training_step_by_step(
     start = resnet26(depth=8, norm=norm, seed=1).state_dict()
     for (name, one), other in zip(replayed.state_dict().items(), plain.state_dict().values(), strict=True):
         moved = float((other.cpu() - start[name]).abs().max())
-        assert float((one - other).abs().max()) <= 0.02 * moved + 1e-6, name
+        assert float((one - other).abs().max()) <= 0.05 * moved + 1e-6, name
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -237,7 +241,7 @@ def test_training_stopped_on_the_gpu_goes_on_bit_for_bit(norm: Any, bf16: bool, 
 def test_training_in_bfloat16_learns_what_training_in_float32_does() -> None:
     losses = []
     for bf16 in (False, True):
-        net = learn_some("group", replace(SHORT, epochs=20, drops=(), bf16=bf16))
+        net = learn_some("group", replace(SHORT, epochs=30, lr=0.05, drops=(), bf16=bf16))
         losses.append([entry["loss"] for entry in net.card.record["epochs"]])
     assert losses[0][-1] < 0.8 * losses[0][0]
     assert abs(losses[1][0] - losses[0][0]) < 0.05
@@ -254,7 +258,10 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize(("inputs", "outputs", "size"), [(3, 16, 32), (16, 16, 32), (16, 32, 17), (64, 64, 8)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "size"),
+    [(3, 16, 32), (16, 16, 32), (16, 16, 16), (32, 32, 16), (32, 32, 8), (16, 32, 17), (64, 64, 8)],
+)
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_convolve_is_torchs_convolution(
     inputs: int, outputs: int, size: int, stride: int, replicas: int, dtype: torch.dtype

@@ -227,8 +227,19 @@ class Adapter(nn.Module):
     def reset(self) -> None:
         """Forget everything: the sample number, the counts, and whatever was learned."""
         self.seen = 0
-        self.adapted = 0
-        self.rolled_back = 0
+        with torch.inference_mode(False):
+            # On the network's device, so that counting does not make the host wait for it.
+            self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)
+
+    @property
+    def adapted(self) -> int:
+        """How many images changed the network that predicted them."""
+        return int(self._counts[0])
+
+    @property
+    def rolled_back(self) -> int:
+        """How many images' updates were undone by the guard."""
+        return int(self._counts[1])
 
     def forward(self, images: Tensor) -> Tensor:
         """Class logits `(N, K)` of images `(N, C, H, W)`, after adaptation."""
@@ -248,9 +259,8 @@ class Adapter(nn.Module):
         with torch.inference_mode(False), torch.no_grad(), arithmetic(self.settings.precision, self._device):
             # Copies: tensors made in inference mode cannot take part in learning.
             answers = self._predict(images.detach().to(self._device, copy=True), samples.to(self._device, copy=True))
+            self._counts += torch.stack([answers.adapted.sum(), answers.rolled_back.sum()])
         self.seen += len(images)
-        self.adapted += int(answers.adapted.sum())
-        self.rolled_back += int(answers.rolled_back.sum())
         return answers
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -280,7 +290,9 @@ class Adapter(nn.Module):
         if state_dict["counts"].shape != (3,):
             raise ValueError("This is not an adapter's state: its counts are not three numbers.")
         self._load(state_dict)
-        self.seen, self.adapted, self.rolled_back = (int(count) for count in state_dict["counts"])
+        self.seen = int(state_dict["counts"][0])
+        with torch.inference_mode(False):
+            self._counts = state_dict["counts"][1:].to(self._device, copy=True)
 
     def save(self, path: str | Path) -> None:
         """Write the state to a safetensors file, whole or not at all."""

@@ -9,7 +9,7 @@ a network does to each image by itself needs no change. Only layers with paramet
 another set of them for each B images: convolution, GroupNorm, BatchNorm, LayerNorm, linear. A part with parameters
 anywhere else goes through `torch.func.vmap` instead. Which of the two is right is tried out on real numbers.
 
-On CUDA, convolution and GroupNorm have kernels of ours (testtime/kernels.py); elsewhere they are plain torch.
+On CUDA, convolution and GroupNorm have kernels of ours (testtime/kernels); elsewhere they are plain torch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from testtime.capture import arithmetic
 from testtime.networks.resnet import AddingConv2d, GroupNormReLU
 from testtime.networks.ynet import YNet
 from testtime.randomness import has_triton
@@ -76,7 +77,9 @@ class Replicas:
             inner = self.parts[name].inner
             for key, tensor in [*inner.named_parameters(), *inner.named_buffers()]:
                 self.tensors[f"{name}.{key}"] = tensor
-        self._parameters = {name: t for name, t in self.tensors.items() if isinstance(t, nn.Parameter)}
+        parameters = [item for item in self.tensors.items() if isinstance(item[1], nn.Parameter)]
+        # Those of an odd length last: cuDNN wants filters to begin at multiples of 16 bytes.
+        self._parameters = dict(sorted(parameters, key=lambda item: item[1][0].numel() % 4 != 0))
         self.numbers = self.pack(self._parameters)  # all parameters, (S, P): a row is a replica
         for name, stored in self.unpack(self.numbers).items():
             self._parameters[name].data = stored
@@ -121,9 +124,12 @@ class Replicas:
         return {name: tensor for name, tensor in self._parameters.items() if name.startswith(prefixes)}
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Tensors of the parameters' names and shapes, `(S, ...)` each, as one tensor `(S, P)`."""
+        """Tensors of the parameters' names and shapes, `(S, ...)` each, as one tensor `(S, P)`; P is rounded up."""
         rows = [_channels_innermost(tensors[name]).reshape(self.count, -1) for name in self._parameters]
-        return torch.cat(rows, dim=1) if rows else torch.zeros(self.count, 0)
+        if not rows:
+            return torch.zeros(self.count, 0)
+        missing = -sum(row.shape[1] for row in rows) % 64  # so that every replica's begins as the first one's does
+        return torch.cat([*rows, rows[0].new_zeros(self.count, missing)] if missing else rows, dim=1)
 
     def unpack(self, numbers: Tensor) -> dict[str, Tensor]:
         """Views into one tensor `(S, P)` by the parameters' names, each of its parameter's shape.
@@ -184,7 +190,7 @@ class Replicas:
 
 
 def _channels_innermost(stacked: Tensor) -> Tensor:
-    """Filters `(S, O, I, k, k)` on CUDA as `(S, k, k, I, O)`; anything else as it is."""  # see kernels.py
+    """Filters `(S, O, I, k, k)` on CUDA as `(S, k, k, I, O)`; anything else as it is."""  # see kernels/__init__.py
     return stacked.permute(0, 3, 4, 2, 1) if stacked.is_cuda and stacked.dim() == 5 else stacked
 
 
@@ -231,7 +237,11 @@ class _Mapped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for own, inner in zip(self.template[0].modules(), self.inner.modules(), strict=True):
             own.training = inner.training
-        state = dict(self.inner.named_parameters()) | dict(self.inner.named_buffers())
+        state = dict(self.inner.named_buffers())
+        for owner, module in self.inner.named_modules():
+            keeps = isinstance(module, nn.modules.batchnorm._BatchNorm)  # it computes in float32 whatever comes in
+            for name, tensor in module.named_parameters(recurse=False):
+                state[f"{owner}.{name}" if owner else name] = tensor if keeps else tensor.to(x.dtype)
 
         def one(tensors: dict[str, Tensor], batch: Tensor) -> Tensor:
             return functional_call(self.template[0], tensors, batch)
@@ -289,9 +299,10 @@ def _tall_is_wrong(module: nn.Module, inputs: Tensor, count: int) -> str | None:
             other.get_parameter(name).mul_(0.5)
     second = inputs.flip(0) * 0.5 + 0.25
     try:
-        # forward, since a traced model that is called prints where it fails, besides raising
-        together = tall.inner.forward(_join(torch.stack([inputs, second]))).unflatten(0, (2, -1))
-        alone = torch.stack([module(inputs), other(second)])
+        with arithmetic("fp32", inputs.device):  # rounding must not look like a fault
+            # forward, since a traced model that is called prints where it fails, besides raising
+            together = tall.inner.forward(_join(torch.stack([inputs, second]))).unflatten(0, (2, -1))
+            alone = torch.stack([module(inputs), other(second)])
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         return f"one behind the other it fails with {error}"
     if together.shape != alone.shape:

@@ -1,18 +1,6 @@
-"""CUDA kernels, in Triton, for what costs the most when many replicas run as one network.
+"""The kernels in Triton: convolution and its gradient by the filters, GroupNorm both ways, the hash.
 
-cuDNN's grouped convolutions are made for few wide groups; replicas of a small network are many narrow ones. Here a
-program works for one replica, on a tile of its pixels, as a matrix product on the tensor cores. Images lie in memory
-with their channels last, `(S·B, H, W, C)`, so that three neighbouring pixels, a row of taps, are one contiguous run.
-
-- `convolve`: 3×3 convolution of up to 64 channels, with something added to the result if asked. Its gradient by the
-  input is the same kernel with the taps reversed; its gradient by the filters sums tiles of pixels in a fixed order
-  (no atomics: results do not vary from run to run).
-- `group_norm`: GroupNorm with or without the ReLU behind it; a program has one image, which comes from memory once.
-  What the backward pass needs besides the input is two numbers for each group.
-- `mix`: the hash of randomness.py in one launch.
-
-Filters stay float32 in memory and are rounded to the images' dtype as they are read. Products of bfloat16 images are
-summed in float32; products of float32 images are taken in TF32, so exact float32 is not for `convolve` but for cuDNN.
+Three neighbouring pixels, a row of taps, are one contiguous run in memory.
 """
 
 # pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -27,98 +15,38 @@ import triton  # pyright: ignore[reportMissingImports]  # comes with CUDA builds
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-MOST_CHANNELS = 64
-
-
-def convolve(x: Tensor, weight: Tensor, stride: int, padding: int, plus: Tensor | None = None) -> Tensor:
-    """3×3 convolution of x `(S·B, I, H, W)`, channels last, with weights `(S, O, I, 3, 3)` → `(S·B, O, h, w)`.
-
-    The weights are best stored as `(S, 3, 3, I, O)` and shown permuted; others are copied into that order first.
-
-    Args:
-        x: Images, bfloat16 or float32.
-        weight: Filters, float32.
-        stride: Of rows and columns.
-        padding: Zeros around the image.
-        plus: Added to the result, of its shape.
-    """
-    outputs, inputs = weight.shape[1:3]
-    if weight.stride()[1:] != (1, outputs, 3 * inputs * outputs, inputs * outputs):
-        weight = weight.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)
-    return _Convolve.apply(x, weight, stride, padding, plus)  # type: ignore[return-value]
-
-
-def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, relu: bool) -> Tensor:
-    """GroupNorm of x `(S·B, C, H, W)`, channels last, with weight and bias `(S, C)`, then ReLU if asked."""
-    return _GroupNorm.apply(x, groups, weight, bias, eps, relu)  # type: ignore[return-value]
-
 
 def mix(state: Tensor) -> Tensor:
-    """Stafford's finaliser of int64 numbers, as randomness.py defines it."""
+    """Stafford's finaliser of int64 numbers."""
     state = state.contiguous()
     result = torch.empty_like(state)
     _mix[(triton.cdiv(state.numel(), 1024),)](state, result, state.numel(), BLOCK=1024)
     return result
 
 
-class _Convolve(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int, plus: Tensor | None) -> Tensor:
-        x = x.contiguous(memory_format=torch.channels_last)
-        ctx.save_for_backward(x, weight)
-        ctx.stride, ctx.padding = stride, padding
-        images, _, height, width = x.shape
-        out = ((height + 2 * padding - 3) // stride + 1, (width + 2 * padding - 3) // stride + 1)
-        y = _channels_last(x, images, weight.shape[1], *out)
-        _launch_convolution(x, weight, y, stride, padding, plus, transposed=False)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad = grads[0].contiguous(memory_format=torch.channels_last)
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = _channels_last(x, *x.shape)
-            _launch_convolution(grad, weight, grad_x, ctx.stride, ctx.padding, None, transposed=True)
-        if ctx.needs_input_grad[1]:
-            grad_weight = _launch_weight_gradient(x, grad, weight, ctx.stride, ctx.padding)
-        return grad_x, grad_weight, None, None, grad if ctx.needs_input_grad[4] else None
+def norm_forward(x: Tensor, y: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, relu: bool) -> Tensor:
+    """Write GroupNorm of x `(S·B, C, H, W)` to y; gives mean and scale of every group, `(S·B, 2, groups)`."""
+    images, channels, height, width = x.shape
+    moments = torch.empty(images, 2, groups, dtype=torch.float32, device=x.device)
+    _norm_forward[(images,)](
+        x, y, weight, bias, moments, images // len(weight), height * width, weight.stride(0), bias.stride(0), eps,
+        C=channels, G=groups, RELU=relu, **_norm_tile(height * width, channels),
+    )  # fmt: skip
+    return moments
 
 
-class _GroupNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, relu: bool) -> Tensor:
-        x = x.contiguous(memory_format=torch.channels_last)
-        images, channels, height, width = x.shape
-        y = _channels_last(x, *x.shape)
-        moments = torch.empty(images, 2, groups, dtype=torch.float32, device=x.device)
-        _norm_forward[(images,)](
-            x, y, weight, bias, moments, images // len(weight), height * width, weight.stride(0), bias.stride(0), eps,
-            C=channels, G=groups, RELU=relu, **_norm_tile(height * width, channels),
-        )  # fmt: skip
-        ctx.save_for_backward(x, weight, bias, moments)
-        ctx.groups, ctx.relu = groups, relu
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, moments = ctx.saved_tensors
-        grad = grads[0].contiguous(memory_format=torch.channels_last)
-        images, channels, height, width = x.shape
-        grad_x = _channels_last(x, *x.shape)
-        sums = torch.empty(2, images, channels, dtype=torch.float32, device=x.device)
-        _norm_backward[(images,)](
-            x, grad, grad_x, weight, bias, moments, sums, images // len(weight), height * width, images,
-            weight.stride(0), bias.stride(0),
-            C=channels, G=ctx.groups, RELU=ctx.relu, **_norm_tile(height * width, channels),
-        )  # fmt: skip
-        grad_weight, grad_bias = sums.view(2, len(weight), -1, channels).sum(2)
-        return grad_x, None, grad_weight, grad_bias, None, None
-
-
-def _channels_last(like: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+def norm_backward(
+    x: Tensor, grad: Tensor, grad_x: Tensor, groups: int, weight: Tensor, bias: Tensor, moments: Tensor, relu: bool
+) -> Tensor:
+    """Write the gradient by x to `grad_x`; gives every image's gradients by weight and bias, `(2, S·B, C)`."""
+    images, channels, height, width = x.shape
+    sums = torch.empty(2, images, channels, dtype=torch.float32, device=x.device)
+    _norm_backward[(images,)](
+        x, grad, grad_x, weight, bias, moments, sums, images // len(weight), height * width, images,
+        weight.stride(0), bias.stride(0),
+        C=channels, G=groups, RELU=relu, **_norm_tile(height * width, channels),
+    )  # fmt: skip
+    return sums
 
 
 def _norm_tile(pixels: int, channels: int) -> dict[str, Any]:
@@ -131,9 +59,10 @@ def _power(count: int) -> int:
     return max(16, triton.next_power_of_2(count))
 
 
-def _launch_convolution(
+def convolve(
     x: Tensor, weight: Tensor, y: Tensor, stride: int, padding: int, plus: Tensor | None, transposed: bool
 ) -> None:
+    """Write the convolution of x, plus something, to y; transposed, x is the gradient by what would be the output."""
     replicas, outputs, inputs = weight.shape[:3]
     if transposed:
         outputs, inputs = inputs, outputs
@@ -146,8 +75,6 @@ def _launch_convolution(
     block_m = 64 if places < 4096 else 256 if inputs == 16 else 128
     # A row of taps as one product where a tap is too short for one.
     block_k = _power(3 * inputs) if inputs < 16 and phases == 1 else _power(inputs)
-    if plus is not None:
-        plus = plus.contiguous(memory_format=torch.channels_last)
     _convolution[(triton.cdiv(places, block_m), replicas * phases**2)](
         x, weight, y if plus is None else plus, y,
         per_replica, x.shape[2], x.shape[3], y.shape[2], y.shape[3], rows, columns, weight.stride(0),
@@ -157,7 +84,8 @@ def _launch_convolution(
     )  # fmt: skip
 
 
-def _launch_weight_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+def filter_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    """The gradient by the filters, of their shape."""
     replicas, outputs, inputs = weight.shape[:3]
     per_replica = len(x) // replicas
     pixels = per_replica * grad.shape[2] * grad.shape[3]
@@ -168,9 +96,10 @@ def _launch_weight_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int
         block_m, stages = 32, 2
     elif all_rows:
         warps, stages = (4, 3) if inputs <= 16 else (8, 2)
-    # Enough programs to fill the chip several times, but no more than there are tiles of pixels.
+    # Enough programs to fill the chip, but no more than there are tiles of pixels; wide sums are dear to write.
     programs = replicas * (1 if all_rows else 3)
-    splits = max(1, min(triton.cdiv(pixels, block_m), triton.cdiv(1024, programs)))
+    wanted = 1024 if inputs * outputs <= 512 else 512
+    splits = max(1, min(triton.cdiv(pixels, block_m), triton.cdiv(wanted, programs)))
     partial = torch.empty(splits, replicas, 3, 3, inputs, outputs, dtype=torch.float32, device=x.device)
     _weight_gradient[(splits, 1 if all_rows else 3, replicas)](
         x, grad, partial, per_replica, x.shape[2], x.shape[3], grad.shape[2], grad.shape[3], splits,

@@ -1,0 +1,113 @@
+"""CUDA kernels for what costs the most when many replicas run as one network.
+
+cuDNN's grouped convolutions are made for few wide groups; replicas of a small network are many narrow ones. Here a
+program works for one replica, on a tile of its pixels, as a matrix product on the tensor cores. Images lie in memory
+with their channels last, `(S·B, H, W, C)`.
+
+- `convolve`: 3×3 convolution of up to 64 channels, with something added to the result if asked. Its gradient by the
+  input is the same kernel with the taps reversed; its gradient by the filters sums tiles of pixels in a fixed order
+  (no atomics: results do not vary from run to run).
+- `group_norm`: GroupNorm with or without the ReLU behind it; a program has one image, which comes from memory once.
+  What the backward pass needs besides the input is two numbers for each group.
+- `mix`: the hash of randomness.py in one launch.
+
+Filters stay float32 in memory and are rounded to the images' dtype as they are read. Products of bfloat16 images are
+summed in float32; products of float32 images are taken in TF32, so exact float32 is not for `convolve` but for cuDNN.
+
+tiles.py has them all, in Triton. convolution.cu has the case that matters most, bfloat16 images of as many channels in
+as out and stride 1, in CUDA C++, where a tile can stay in shared memory for all nine taps; native.py compiles it with
+NVRTC, which comes with torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from testtime.kernels import native, tiles
+
+
+def convolve(x: Tensor, weight: Tensor, stride: int, padding: int, plus: Tensor | None = None) -> Tensor:
+    """3×3 convolution of x `(S·B, I, H, W)`, channels last, with weights `(S, O, I, 3, 3)` → `(S·B, O, h, w)`.
+
+    The weights are best stored as `(S, 3, 3, I, O)` and shown permuted; others are copied into that order first.
+
+    Args:
+        x: Images, bfloat16 or float32.
+        weight: Filters, float32.
+        stride: Of rows and columns.
+        padding: Zeros around the image.
+        plus: Added to the result, of its shape.
+    """
+    outputs, inputs = weight.shape[1:3]
+    if weight.stride()[1:] != (1, outputs, 3 * inputs * outputs, inputs * outputs):
+        weight = weight.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)
+    return _Convolve.apply(x, weight, stride, padding, plus)  # type: ignore[return-value]
+
+
+def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, relu: bool) -> Tensor:
+    """GroupNorm of x `(S·B, C, H, W)`, channels last, with weight and bias `(S, C)`, then ReLU if asked."""
+    return _GroupNorm.apply(x, groups, weight, bias, eps, relu)  # type: ignore[return-value]
+
+
+def mix(state: Tensor) -> Tensor:
+    """Stafford's finaliser of int64 numbers, as randomness.py defines it."""
+    return tiles.mix(state)
+
+
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int, plus: Tensor | None) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        ctx.save_for_backward(x, weight)
+        ctx.stride, ctx.padding = stride, padding
+        images, _, height, width = x.shape
+        out = ((height + 2 * padding - 3) // stride + 1, (width + 2 * padding - 3) // stride + 1)
+        y = channels_last(x, images, weight.shape[1], *out)
+        if plus is not None:
+            plus = plus.contiguous(memory_format=torch.channels_last)
+        kind = native if native.fits(x, weight, stride, padding) else tiles
+        kind.convolve(x, weight, y, stride, padding, plus, transposed=False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].contiguous(memory_format=torch.channels_last)
+        kind = native if native.fits(x, weight, ctx.stride, ctx.padding) else tiles
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = channels_last(x, *x.shape)
+            kind.convolve(grad, weight, grad_x, ctx.stride, ctx.padding, None, transposed=True)
+        if ctx.needs_input_grad[1]:
+            grad_weight = kind.filter_gradient(x, grad, weight, ctx.stride, ctx.padding)
+        return grad_x, grad_weight, None, None, grad if ctx.needs_input_grad[4] else None
+
+
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, relu: bool) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        y = channels_last(x, *x.shape)
+        moments = tiles.norm_forward(x, y, groups, weight, bias, eps, relu)
+        ctx.save_for_backward(x, weight, bias, moments)
+        ctx.groups, ctx.relu = groups, relu
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, moments = ctx.saved_tensors
+        grad = grads[0].contiguous(memory_format=torch.channels_last)
+        grad_x = channels_last(x, *x.shape)
+        sums = tiles.norm_backward(x, grad, grad_x, ctx.groups, weight, bias, moments, ctx.relu)
+        if not any(ctx.needs_input_grad[2:4]):
+            return grad_x, None, None, None, None, None
+        grad_weight, grad_bias = sums.view(2, len(weight), -1, x.shape[1]).sum(2)
+        return grad_x, None, grad_weight, grad_bias, None, None
+
+
+def channels_last(like: Tensor, *shape: int) -> Tensor:
+    """An empty tensor of a shape, channels last, with another's dtype and device."""
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)

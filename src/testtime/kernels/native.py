@@ -1,0 +1,158 @@
+"""The kernels of convolution.cu: compiled when they are first needed, launched on the current stream."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("convolution.cu")
+_THREADS = 128
+# How many blocks of a kernel run side by side on the chip, by the number of channels: their registers decide.
+_CONVOLVE = {16: 4, 32: 3, 64: 2}
+_GRADIENT = 3
+
+
+def fits(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
+    """Whether these kernels can take a convolution of x `(S·B, C, H, W)` with weights `(S, C, C, 3, 3)`."""
+    channels, (height, width) = x.shape[1], x.shape[2:]
+    return (
+        x.dtype == torch.bfloat16
+        and stride == padding == 1
+        and weight.shape[1] == weight.shape[2] == channels
+        and channels in _CONVOLVE
+        and width in (8, 16, 32)
+        and height % (_pixels(channels) // width) == 0
+        and x.numel() < 2**31
+        and _works()
+    )
+
+
+def convolve(
+    x: Tensor, weight: Tensor, y: Tensor, stride: int, padding: int, plus: Tensor | None, transposed: bool
+) -> None:
+    """Write the convolution of x, plus something, to y; transposed, x is the gradient by what would be the output."""
+    replicas, channels, images = len(weight), x.shape[1], len(x) // len(weight)
+    height, width = x.shape[2:]
+    kernel = _kernel(f"convolve<{channels}, {width}, {_word(transposed)}, {_word(plus is not None)}>", x.device.index)
+    tiles = images * height * width // _pixels(channels)
+    blocks = _share(_CONVOLVE[channels], replicas, tiles, x.device)
+    kernel((blocks, replicas, 1), x, weight, x if plus is None else plus, y, images, height, weight.stride(0))
+
+
+def filter_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    """The gradient by the filters, of their shape."""
+    replicas, channels, images = len(weight), x.shape[1], len(x) // len(weight)
+    height, width = x.shape[2:]
+    kernel = _kernel(f"filter_gradient<{channels}, {width}>", x.device.index)
+    slices = channels // 16
+    tiles = images * height * width // min(128, _pixels(channels))
+    blocks = _share(_GRADIENT, replicas * slices, tiles, x.device)
+    partial = torch.empty(blocks, replicas, 3, 3, channels, channels, dtype=torch.float32, device=x.device)
+    kernel((blocks, replicas, slices), x, grad, partial, images, height)
+    return (partial[0] if blocks == 1 else partial.sum(0)).permute(0, 4, 3, 1, 2)
+
+
+def _pixels(channels: int) -> int:
+    """Pixels in a tile of `convolve`; `filter_gradient` takes at most 128."""
+    return 64 * (4 // (channels // 16))
+
+
+def _share(side_by_side: int, rows: int, tiles: int, device: torch.device) -> int:
+    """Among how many blocks to deal a row's tiles, so that all rows' blocks fill the chip once."""
+    chip = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(tiles, side_by_side * chip // rows))
+
+
+def _word(value: bool) -> str:
+    return "true" if value else "false"
+
+
+@functools.cache
+def _works() -> bool:
+    """Whether the kernels can be compiled here; if not, Triton does it all."""
+    if torch.version.cuda is None or torch.cuda.get_device_capability() < (8, 0):
+        return False
+    try:
+        _kernel("convolve<16, 32, false, false>", torch.cuda.current_device())
+    except (RuntimeError, OSError) as error:
+        log.warning("%s cannot be compiled, so Triton's kernels are used: %s", _SOURCE.name, error)
+        return False
+    return True
+
+
+@functools.cache
+def _kernel(name: str, device: int) -> Callable[..., None]:
+    """A kernel by its name with template arguments, to be called with the grid's three sizes and its arguments."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes sure that the device has a context
+        binary, symbol = compile_kernel(name, "sm_{}{}".format(*torch.cuda.get_device_capability()))
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(driver.cuModuleLoadData(ctypes.byref(module), binary), "loading", name)
+        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, symbol), "finding", name)
+
+    def launch(grid: tuple[int, int, int], *arguments: Tensor | int) -> None:
+        values = [
+            ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else ctypes.c_int(value)
+            for value in arguments
+        ]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        _check(driver.cuLaunchKernel(function, *grid, _THREADS, 1, 1, 0, stream, pointers, None), "launching", name)
+
+    return launch
+
+
+def compile_kernel(name: str, architecture: str) -> tuple[bytes, bytes]:
+    """Compile one kernel of convolution.cu.
+
+    Args:
+        name: Its name with template arguments.
+        architecture: Such as "sm_90".
+
+    Returns:
+        The machine code, and the kernel's symbol in it.
+
+    Raises:
+        RuntimeError: It does not compile.
+        OSError: There is no NVRTC.
+    """
+    nvrtc = _find_nvrtc()
+    program, size, symbol = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_char_p()
+    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), _SOURCE.read_bytes(), b"", 0, None, None), "reading", name)
+    nvrtc.nvrtcAddNameExpression(program, name.encode())
+    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    if failed:
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, text)
+        raise RuntimeError(text.value.decode(errors="replace"))
+    _check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "assembling", name)
+    binary = ctypes.create_string_buffer(size.value)
+    _check(nvrtc.nvrtcGetCUBIN(program, binary), "assembling", name)
+    _check(nvrtc.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(symbol)), "naming", name)
+    found = symbol.value or b""  # a copy: the program goes
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return binary.raw, found
+
+
+def _find_nvrtc() -> ctypes.CDLL:
+    version = (torch.version.cuda or "12").split(".")[0]
+    try:
+        return ctypes.CDLL(f"libnvrtc.so.{version}")  # torch's own, which it has loaded
+    except OSError:
+        return ctypes.CDLL("libnvrtc.so")
+
+
+def _check(code: int, what: str, name: str) -> None:
+    if code:
+        raise RuntimeError(f"{what} {name} failed with code {code}")
