@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -387,6 +388,31 @@ def test_two_processes_share_the_cache_and_the_batches(root: Path) -> None:
     nets = [load(root / name / "network.safetensors").state_dict() for name in ("one", "two")]
     for name, tensor in nets[0].items():
         assert torch.allclose(tensor, nets[1][name], rtol=1e-2, atol=1e-4), name
+
+
+@pytest.mark.slow
+def test_the_documents_code_runs(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The Python of docs/imagenet.md, at a size for two cores."""
+    document = (Path(__file__).parent.parent / "docs/imagenet.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    smaller = {
+        '"cuda"': '"cpu"',
+        "epochs=60, bf16=True": "epochs=1, batch=4",
+        "size=128": "size=28",
+        '"imagenet-c/*/5"': '"imagenet-c/contrast/5"',
+        'copies=["64"]': 'copies=["2"], corruptions="contrast", limit=2',
+    }
+    for old, new in smaller.items():
+        assert old in code
+        code = code.replace(old, new)
+    monkeypatch.chdir(root)
+    (root / "imagenet").rename(root / "photographs")
+    exec(compile(code, "docs/imagenet.md", "exec"), {})
+    assert capsys.readouterr().out.count("2 units") == 3
+    assert (root / "photographs/packed/imagenet-c-contrast-5-28/index.json").is_file()
+    assert sorted(path.name[:3] for path in (root / "cache").iterdir()) == ["tra", "val"]
 
 
 @pytest.mark.slow

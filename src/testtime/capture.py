@@ -35,7 +35,8 @@ class Captured:
                 function(*self._inputs)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # "thread_local": another thread may read the next batch to the device meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._outputs = function(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -94,9 +94,9 @@ def _tell_evaluation(engine: Document | None, training: Document | None) -> str:
     notes = (
         f"{SETS} sets × {TESTS:,} images, 64 copies; standard is 10 steps an image, online one. Times are images over "
         f"images/s, as `{engine['command']}` measured them on {engine['hardware']}. On {GPUS} GPUs each has "
-        f"{total // GPUS:,} images, of {SETS // GPUS} sets. With the threshold all images are looked at and {SHARE:.0%} are "
-        "learned from; looks were measured in batches of 64, a stream's are smaller, so the threshold's online rows are "
-        "lower bounds. Decoding, and what several GPUs cost each other, is in none of them."
+        f"{total // GPUS:,} images, of {SETS // GPUS} sets. With the threshold all images are looked at, {SHARE:.0%} "
+        "are learned from; looks were measured in batches of 64, a stream's are smaller: the threshold's online rows "
+        "are lower bounds. Decoding, and what several GPUs cost each other, is in none of them."
     )
     heads = ("evaluation", "1 GPU", "", f"{GPUS} GPUs", "")
     return f"{_table(heads, rows)}\n\n{_wrap(notes)}"
