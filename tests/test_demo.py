@@ -1,27 +1,24 @@
-"""The demo: its shifts, its measuring, and a tiny run from the command line to the page."""
+"""The demo: its shifts, its methods, and a tiny run from the command line to the page."""
 
 from __future__ import annotations
 
-import base64
 import importlib.util
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from testtime import Draws, YNet, cli, data, demo, resnet26
+from testtime import Draws, cli, data, demo
 from testtime.adapt import Episodic, Fixed, Online
-from testtime.evaluate import Record
+from testtime.evaluate import error, evaluate
+from testtime.networks import load
+from testtime.report.results import MEAN, Results, collect
+from testtime.runs import Run, open_run, open_runs
 
 QUICK = ["demo", "--quick", "--epochs", "1", "--seed", "3", "--out"]
-
-
-@pytest.fixture(scope="module")
-def net() -> YNet:
-    return resnet26(depth=8, channels=1, size=16, seed=1).eval()
+KIND = "-epochs-1-seed-3-quick"
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "demo.json").read_text())
+def run(folder: Path) -> Run:
+    return open_run(folder / f"run{KIND}")
+
+
+@pytest.fixture(scope="module")
+def results(run: Run) -> Results:
+    return collect([run])
 
 
 def test_there_are_the_shifts_that_were_promised() -> None:
@@ -71,88 +73,78 @@ def test_dim_light_keeps_a_fifth() -> None:
     assert demo.dim_light(pixels, Draws.of(0, torch.arange(1))).flatten().tolist() == [0, 20, 51]
 
 
-def test_modes_are_what_they_are_called(net: YNet) -> None:
-    kinds = {"fixed": Fixed, "episodic": Episodic, "online": Online}
-    for mode in demo.MODES:
-        adapter = demo.make_adapter(net, mode, seed=5)
-        assert type(adapter) is kinds[mode]
-        if mode != "fixed":
-            assert adapter.settings.seed == 5
-            assert adapter.settings.lr == demo.SETTINGS[mode]["lr"]
+def test_methods_are_what_they_are_called(folder: Path) -> None:
+    net = load(folder / "network.safetensors")
+    kinds = [type(method.make(net, 5)) for method in demo.METHODS]
+    assert [method.name for method in demo.METHODS] == ["fixed", "episodic", "online"]
+    assert kinds == [Fixed, Episodic, Online]
+    for method in demo.METHODS[1:]:
+        settings = method.make(net, 5).settings
+        assert (settings.copies, settings.seed, settings.steps) == (1, 5, 2)
+        images = torch.ones(1, 1, 16, 16)
+        assert settings.augment is not None
+        assert torch.equal(settings.augment(images, Draws.of(0, torch.arange(1)[:, None]))[:, 0], images)  # no frame
 
 
-def test_measuring_counts_what_evaluate_says(net: YNet) -> None:
-    told: list[tuple[int, int, str]] = []
-    clean = data.open("digits")
-    entries = demo.measure(net, clean, demo.SHIFTS[4:5], limit=7, progress=lambda *said: told.append(said))
-    assert [entry["title"] for entry in entries] == ["clean", "brightness"]
-    for entry in entries:
-        for mode in demo.MODES:
-            found = entry["modes"][mode]
-            assert len(found["stream"]) == 7
-            assert found["error"] == round(100 * found["stream"].count("-") / 7, 2)
-            assert found["adapted"] == (0 if mode == "fixed" else 7)
-        fixed, online = entry["modes"]["fixed"]["stream"], entry["modes"]["online"]
-        pairs = list(zip(fixed, online["stream"], strict=True))
-        assert online["to_right"] == pairs.count(("-", "+"))
-        assert online["to_wrong"] == pairs.count(("+", "-"))
-    assert told[-1][:2] == (42, 42)
-    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+def test_a_demo_leaves_a_report_a_run_and_the_network(folder: Path, run: Run) -> None:
+    tables = ["tables.csv", "tables.md", "tables.tex"]
+    report = ["figures", "index.html", "network.safetensors", f"run{KIND}", "summary.json", *tables]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*report, f"training{KIND}"])
+    assert run.about["command"].endswith("--epochs 1 --seed 3 --quick")
+    assert run.about["seeds"] == [3]
+    assert run.configuration["limit"] == 60
+    net = load(folder / "network.safetensors")
+    assert run.configuration["networks"]["joint"]["fingerprint"] == net.fingerprint()
+    assert net.card.record["configuration"]["recipe"]["epochs"] == 1
+    assert net.card.record["configuration"]["recipe"]["seed"] == 3
+    assert len(run.units) == 12
 
 
-def test_the_summary_is_plain_arithmetic() -> None:
-    def entry(fixed: float, episodic: float, online: float) -> dict[str, Any]:
-        values = {"fixed": fixed, "episodic": episodic, "online": online}
-        return {"modes": {mode: {"error": value, "ms": value / 10} for mode, value in values.items()}}
-
-    summary = demo.summarise([entry(1, 2, 3), entry(40, 30, 10), entry(20, 24, 20)])
-    assert summary["fixed"] == {"clean": 1, "mean": 30, "reduction": 0, "ms": 2.03}
-    assert summary["episodic"] == {"clean": 2, "mean": 27, "reduction": 10, "ms": 1.87}
-    assert summary["online"] == {"clean": 3, "mean": 15, "reduction": 50, "ms": 1.1}
-
-
-def test_samples_are_spread_flips_and_one_that_became_wrong() -> None:
-    def records(rights: list[bool]) -> list[Record]:
-        return [
-            Record(n, 4, 4 if right else 9, 0, right, False, 0.0, 0.0, 0.0, True, False)
-            for n, right in enumerate(rights)
-        ]
-
-    clean = data.open("digits")
-    before, after = records([False] * 20 + [True] * 3), records([True] * 20 + [False] * 3)
-    samples = demo.pick_samples(clean, clean, before, after, count=5)
-    assert [sample["sample"] for sample in samples] == [2, 7, 12, 17, 21]
-    assert [sample["became"] for sample in samples] == ["right"] * 4 + ["wrong"]
-    assert [(sample["fixed"], sample["online"]) for sample in samples] == [(9, 4)] * 4 + [(4, 9)]
-    assert base64.b64decode(samples[0]["pixels"]) == clean.images([2]).numpy().tobytes()
-    assert demo.pick_samples(clean, clean, before, before) == []
+def test_its_errors_are_those_of_evaluate(folder: Path, results: Results) -> None:
+    net, sets = load(folder / "network.safetensors"), demo.make_sets(demo.SHIFTS[:3], seed=3)
+    (table,) = results.tables
+    assert table.columns == ("original", *(shift.title for shift in demo.SHIFTS[:3]), MEAN)
+    assert [table.set_name(column) for column in table.columns[:-1]] == list(sets)
+    for method in demo.METHODS[:2]:
+        for column in table.columns[:-1]:
+            adapter = method.make(net, 3, 8)
+            records = evaluate(adapter, sets[table.set_name(column)], shuffle=True, seed=3, limit=60)
+            assert table.rows[method.name][column].error == pytest.approx(100 * error(records))
 
 
-def test_a_run_leaves_a_page_and_its_numbers(folder: Path, results: dict[str, Any]) -> None:
-    assert sorted(path.name for path in folder.iterdir()) == ["demo.json", "index.html", "network.safetensors"]
-    assert results["quick"] is True
-    assert results["seed"] == 3
-    assert results["command"].endswith("--epochs 1 --seed 3 --quick")
-    assert results["training"]["recipe"]["epochs"] == 1
-    assert results["training"]["recipe"]["seed"] == 3
-    assert demo.summarise(results["sets"]) == results["summary"]
-
-
-def test_the_page_shows_the_numbers_of_the_run(folder: Path, results: dict[str, Any]) -> None:
+def test_the_page_shows_the_numbers_of_the_run(folder: Path, results: Results) -> None:
     page = (folder / "index.html").read_text()
-    cells = re.findall(r"<td[^>]*>([\d.]+)</td>", page)
-    errors = [f"{entry['modes'][mode]['error']:.1f}" for entry in results["sets"] for mode in demo.MODES]
-    assert cells[: len(errors)] == errors
+    rows = results.tables[0].rows
+    shown = re.findall(r'<td data-value="([\d.]+)"', page)
+    assert [float(value) for value in shown] == pytest.approx(
+        [rows[method][column].error for column in results.tables[0].columns for method in rows], abs=1e-4
+    )
+    for words in ("What you are looking at", "Alpaydin", "gaussian_noise 5", "1,297 clean digits, 1 epoch,"):
+        assert words in page
+    assert 'aria-label="digits-shifts: accuracy along the stream"' in page
+    assert "Sample pictures are left out" not in page
 
 
-def test_the_table_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    values = {mode: {"mean": 12.34, "ms": 5.0} for mode in demo.MODES}
-    canned = {"sets": [], "summary": values, "seconds": {"total": 2.0}}
-    monkeypatch.setattr("testtime.demo.run", lambda *args, **kwargs: canned)
-    assert cli.run(["demo", "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "mean of the shifts        12.3" in printed
-    assert str(tmp_path / "index.html") in printed
+def test_the_summary_has_the_same_tables_and_says_how_long_it_took(folder: Path, results: Results) -> None:
+    (summary,) = open_runs(folder / "summary.json")
+    assert collect([summary]).tables == results.tables
+    facts = summary.about["demo"]
+    assert facts["quick"] is True
+    assert facts["choice"] == demo.CHOICE
+    assert 0 < facts["training"] < facts["seconds"]
+
+
+def test_a_second_call_does_nothing_twice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (folder / f"run{KIND}").rglob("*.safetensors")}
+    checkpoint = (folder / f"training{KIND}/network.safetensors").read_bytes()
+    numbers = json.loads((folder / "summary.json").read_text())["runs"][0]["units"]
+    assert cli.run([*QUICK, str(folder)]) == 0
+    assert "digits-shifts" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (folder / f"run{KIND}").rglob("*.safetensors")} == before
+    assert (folder / f"training{KIND}/network.safetensors").read_bytes() == checkpoint
+    assert json.loads((folder / "summary.json").read_text())["runs"][0]["units"] == numbers
 
 
 def test_a_missing_extra_is_told_before_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from testtime.demo import MODES, summarise
+import testtime as tt
+from testtime.demo import CHOICE, METHODS, SHIFTS
 from testtime.report.readme import BEGIN, END, RESULTS, update
+from testtime.report.results import MEAN, Results, collect
+from testtime.runs import open_runs
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -31,29 +34,35 @@ def test_the_code_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert type(names["net"]).__name__ == "YNet"
 
 
-def test_the_table_is_what_the_results_file_says() -> None:
-    results = json.loads((ROOT / RESULTS).read_text())
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return collect(open_runs(ROOT / RESULTS))
+
+
+def test_the_table_is_what_the_results_file_says(results: Results, tmp_path: Path) -> None:
     assert update(README, results) == README
-    results["sets"][1]["modes"]["online"]["error"] += 1
-    assert update(README, results) != README
+    held = json.loads((ROOT / RESULTS).read_text())
+    held["runs"][0]["about"]["versions"]["torch"] = "0.0"
+    (tmp_path / "other.json").write_text(json.dumps(held))
+    assert update(README, collect(open_runs(tmp_path / "other.json"))) != README
 
 
-def test_the_results_file_agrees_with_itself() -> None:
-    results = json.loads((ROOT / RESULTS).read_text())
-    assert not results["quick"]
-    for entry in results["sets"]:
-        for mode in MODES:
-            stream = entry["modes"][mode]["stream"]
-            assert len(stream) == results["count"]
-            assert entry["modes"][mode]["error"] == round(100 * stream.count("-") / len(stream), 2)
-    assert summarise(results["sets"]) == results["summary"]
+def test_the_results_are_those_of_the_demo(results: Results) -> None:
+    (run,) = results.runs
+    assert not run.about["demo"]["quick"]
+    assert run.about["demo"]["choice"] == CHOICE
+    (table,) = results.tables
+    assert table.shifted == tuple(shift.title for shift in SHIFTS)
+    assert {cell.images for row in table.rows.values() for name, cell in row.items() if name != MEAN} == {500}
+    ours = [method.describe(tt.load("digits-resnet8-gn-joint")) for method in METHODS]
+    assert list(run.configuration["methods"].values()) == ours
 
 
-def test_the_results_are_worth_showing() -> None:
-    summary = json.loads((ROOT / RESULTS).read_text())["summary"]
-    assert summary["online"]["mean"] <= 0.6 * summary["fixed"]["mean"]
-    assert summary["episodic"]["mean"] < summary["fixed"]["mean"]
-    assert max(summary[mode]["clean"] for mode in MODES) <= summary["fixed"]["clean"] + 1
+def test_the_results_are_worth_showing(results: Results) -> None:
+    rows = results.tables[0].rows
+    assert rows["online"][MEAN].error <= 0.6 * rows["fixed"][MEAN].error
+    assert rows["episodic"][MEAN].error < rows["fixed"][MEAN].error
+    assert max(row["original"].error for row in rows.values()) <= rows["fixed"]["original"].error + 1
 
 
 def test_links_lead_to_files() -> None:
@@ -62,7 +71,7 @@ def test_links_lead_to_files() -> None:
     assert all((ROOT / target).is_file() for target in targets)
 
 
-def test_a_readme_without_its_place_for_the_table_is_refused() -> None:
+def test_a_readme_without_its_place_for_the_table_is_refused(results: Results) -> None:
     with pytest.raises(ValueError, match="must have the lines"):
-        update("# testtime\n" + BEGIN, {})
+        update("# testtime\n" + BEGIN, results)
     assert README.count(BEGIN) == README.count(END) == 1

@@ -24,7 +24,7 @@ from testtime.report.results import collect
 from testtime.report.run_figures import draw_all
 from testtime.report.run_page import render_run_page, tell
 from testtime.report.run_tables import markdown
-from testtime.report.samples import make_png, pick_samples
+from testtime.report.samples import Places, make_png, pick_samples
 from testtime.runs import open_run
 
 VOID = {"meta", "img", "br"}
@@ -199,6 +199,33 @@ def test_small_pictures_become_larger_squares() -> None:
     assert picture.size == (8, 8)
     assert [picture.getpixel(place) for place in ((0, 0), (7, 3), (3, 4), (4, 7))] == [0, 255, 128, 64]
     assert Image.open(io.BytesIO(make_png(torch.zeros(3, 300, 200, dtype=torch.uint8), side=50))).size == (67, 100)
+
+
+def test_the_page_may_begin_with_words(folder: Path, tmp_path: Path) -> None:
+    words = [("What <this> is", ["First & foremost.", "Then."])]
+    publish([open_run(folder / "run")], tmp_path, formats=["html"], words=words, root=tmp_path)
+    page = (tmp_path / "index.html").read_text()
+    begin = page.index("<h2>What &lt;this&gt; is</h2>\n<p>First &amp; foremost.</p>\n<p>Then.</p>")
+    assert begin < page.index("<h2>How to read it</h2>")
+
+
+def test_pictures_come_from_sets_that_were_given(tmp_path: Path) -> None:
+    images = data.open("digits", size=8)
+    mine = data.TensorSet("mine", images.images(slice(6)), images.labels[:6], images.classes)
+    units = {
+        ("fixed", "my/own", 0): make_columns([True, False] * 3),
+        ("online", "my/own", 0): make_columns([True] * 6),
+    }
+    plan = {"methods": METHODS, "sets": {"my/own": mine.fingerprint()}}
+    results = collect([make_run(tmp_path / "run", units, plan)])
+    samples, note = pick_samples(results, results.tables[0], Places(sets={"my/own": mine}))
+    assert ([sample.number for sample in samples], note) == ([3], "")
+    assert samples[0].picture == make_png(mine.images([3])[0])
+    other = data.TensorSet("mine", images.images(slice(1, 7)), images.labels[1:7], images.classes)
+    assert (
+        "is not the set that was measured"
+        in pick_samples(results, results.tables[0], Places(sets={"my/own": other}))[1]
+    )
 
 
 def test_all_files_are_written(folder: Path) -> None:

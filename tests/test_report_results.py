@@ -115,6 +115,17 @@ def test_a_mean_stands_only_where_every_set_is_there(tmp_path: Path) -> None:
     assert "| online (TTT-Online) |  | **0.0** |  |" in markdown(collect([open_run(tmp_path / "run")]))
 
 
+def test_shifts_of_ones_own_stand_in_one_table(tmp_path: Path) -> None:
+    names = ("digits", "digits-odd/red paper", "digits-odd/blue ink", "folder/a", "folder/b", "other/alone")
+    units = {("fixed", name, 0): make_columns(np.arange(8) >= place) for place, name in enumerate(names)}
+    plan = {"methods": METHODS, "sets": dict.fromkeys(names, "mark")}
+    own, rest = collect([make_run(tmp_path / "run", units, plan)]).tables
+    assert (own.title, own.columns) == ("digits-odd", ("original", "red paper", "blue ink", MEAN))
+    assert [own.set_name(column) for column in own.columns[:3]] == list(names[:3])
+    assert own.rows["fixed"][MEAN].error == pytest.approx(100 * 1.5 / 8)
+    assert rest.columns == names[3:]
+
+
 def test_the_seven_classes_have_a_table_of_their_own(tmp_path: Path) -> None:
     labels = np.array([0, 0, 5, 5, 5, 5])  # two airplanes, four dogs
     right = [True, False, True, True, True, False]

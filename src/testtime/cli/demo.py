@@ -20,16 +20,21 @@ def demo(
 ) -> None:
     """Train on the built-in digits, shift the test digits, adapt, and write a page.
 
-    It needs no download and no GPU, and takes about three minutes on two cores.
-    OUT/index.html is the page, OUT/demo.json has every number on it,
-    OUT/network.safetensors is the network.
+    It needs no download and no GPU, and takes two to three minutes on two cores.
+    OUT/index.html is the page, OUT/network.safetensors the network, OUT/run the
+    records of every digit and OUT/summary.json their sum. Run it again to go on
+    after an interruption.
 
     Example:
       testtime demo --out demo
     """
-    from testtime.demo import run
-    from testtime.report import text_table
+    from rich.console import Console
 
-    results = run(out, epochs=epochs, seed=seed, quick=quick, progress=progress)
-    typer.echo(text_table(results))
-    typer.echo(f"\n{out / 'index.html'}: open it in a browser ({results['seconds']['total']:.0f} s)")
+    from testtime.demo import run
+    from testtime.report.run_tables import terminal
+
+    results, seconds = run(out, epochs=epochs, seed=seed, quick=quick, progress=progress)
+    console = Console()
+    for table in terminal(results, width=console.width):
+        console.print(table)
+    typer.echo(f"{out / 'index.html'}: open it in a browser ({seconds:.0f} s)")

@@ -1,7 +1,7 @@
-"""Reports: tables, figures and one HTML page, made from results files and nothing else.
+"""Reports: tables, figures and one HTML page, made from runs and nothing else.
 
 `publish` makes the report of evaluation runs: `collect` sorts their units into tables with intervals and tests, and the
-paper's own numbers (`paper_tables`) can stand beside them. `write_page` makes the page of the demo.
+paper's own numbers (`paper_tables`) can stand beside them.
 
 Text tables need nothing. Figures need matplotlib and pages jinja2, the extra `report`; both are imported when one is
 made, and `require` says what is missing before a long run starts.
@@ -9,21 +9,15 @@ made, and `require` says what is missing before a long run starts.
 
 from importlib.util import find_spec
 
-from testtime.report.page import render_page, write_page
 from testtime.report.paper import paper_tables
 from testtime.report.publish import publish
 from testtime.report.results import collect
-from testtime.report.tables import markdown_table, text_table
 
 __all__ = [
     "collect",
-    "markdown_table",
     "paper_tables",
     "publish",
-    "render_page",
     "require",
-    "text_table",
-    "write_page",
 ]
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast, get_args
 
+from testtime.data.sets import TestSet
 from testtime.report.paper import Measure
 from testtime.report.results import Results, collect
 from testtime.report.run_tables import as_csv, latex, markdown
-from testtime.runs import open_runs, write_summary
+from testtime.report.samples import Places
+from testtime.runs import Run, open_runs, write_summary
 from testtime.storage import write_whole
 
 Format = Literal["md", "latex", "csv", "json", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 Progress = Callable[[int, int, str], None]
+Words = tuple[str, Sequence[str]]
 
 
 def read_formats(text: str) -> tuple[Format, ...]:
@@ -33,7 +36,7 @@ def read_formats(text: str) -> tuple[Format, ...]:
 
 
 def publish(
-    runs: Sequence[str | Path],
+    runs: Sequence[str | Path | Run],
     out: str | Path,
     *,
     formats: Sequence[Format] = FORMATS,
@@ -41,13 +44,15 @@ def publish(
     paper: bool = False,
     seed: int = 0,
     root: str | Path | None = None,
+    sets: Mapping[str, TestSet] | None = None,
+    words: Sequence[Words] = (),
     command: str = "",
     progress: Progress | None = None,
 ) -> Results:
     """Read runs and write their report, each file whole or not at all.
 
     Args:
-        runs: Folders of runs, or summaries; several of one method and set are repetitions.
+        runs: Folders of runs, summaries, or runs that are open; several of one method and set are repetitions.
         out: The folder to write to: `tables.md`, `tables.tex`, `tables.csv`, `summary.json` (the runs without their
             records, of which the same tables can be made again), `index.html` and `figures/`.
         formats: Which of them; `html` brings the figures.
@@ -55,6 +60,8 @@ def publish(
         paper: Whether to show the paper's own numbers beside ours.
         seed: Seed of the bootstrap.
         root: Where data sets are looked for, for sample pictures.
+        sets: Test sets that have no name to be opened by, for sample pictures.
+        words: Sections to begin the page with: a title and paragraphs each.
         command: What was asked for, for the record.
         progress: Told how many of how many things are done, and what.
 
@@ -71,7 +78,7 @@ def publish(
         from testtime.report import require
 
         require()
-    results = collect([run for path in runs for run in open_runs(path)], seed)
+    results = collect([found for run in runs for found in ([run] if isinstance(run, Run) else open_runs(run))], seed)
     if "md" in formats:
         write_whole(folder / "tables.md", markdown(results, measure, paper))
     if "latex" in formats:
@@ -90,7 +97,16 @@ def publish(
             write_whole(folder / "figures" / f"{drawing.name}.png", drawing.png())
             if progress is not None:
                 progress(place + 1, len(drawings) + 1, drawing.title)
-        page = render_run_page(results, drawings, measure=measure, paper=paper, root=root, seed=seed, command=command)
+        page = render_run_page(
+            results,
+            drawings,
+            measure=measure,
+            paper=paper,
+            places=Places(root, sets or {}),
+            words=words,
+            seed=seed,
+            command=command,
+        )
         write_whole(folder / "index.html", page)
         if progress is not None:
             progress(len(drawings) + 1, len(drawings) + 1, "index.html")

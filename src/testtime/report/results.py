@@ -109,7 +109,7 @@ class Table:
     def set_name(self, column: str) -> str:
         """The name of the set that a column shows."""
         if column == ORIGINAL:
-            return self.family.removesuffix("-c")
+            return original_of(self.family)
         if self.level is not None:
             return f"{self.family}/{column}/{self.level}"
         return f"{self.family}/{column}" if self.family else column
@@ -171,6 +171,11 @@ def order_corruptions(names: Iterable[str]) -> tuple[str, ...]:
     return (*known, *sorted(wanted - set(known)))
 
 
+def original_of(family: str) -> str:
+    """The set that a family of shifted sets was made of: `cifar10` for `cifar10-c`."""
+    return family.rpartition("-")[0]
+
+
 def column_title(key: str) -> str:
     """A column's name in words."""
     return key.replace("_", " ") if key in ABBREVIATIONS else key
@@ -221,7 +226,7 @@ def _lay_out(sources: Sources, norm: str) -> Iterator[_Layout]:
     taken: set[str] = set()
     families = sorted({name.split("/")[0] for name, unit in units.items() if unit.level is not None})
     for family in families:
-        original = family.removesuffix("-c")
+        original = original_of(family)
         levels = {unit.level for name, unit in units.items() if name.split("/")[0] == family and unit.level}
         for level in sorted(levels, reverse=True):
             keys = {ORIGINAL: original} if original in units else {}
@@ -239,6 +244,13 @@ def _lay_out(sources: Sources, norm: str) -> Iterator[_Layout]:
         keys = {noise: noises[noise] for noise in order_corruptions(noises)}
         taken |= set(keys.values())
         yield f"{family}, noise growing from level 1 to 5", family, None, keys, None
+    for family in dict.fromkeys(name.split("/")[0] for name in units if "/" in name and name not in taken):
+        shifts = {name.partition("/")[2]: name for name in units if name.split("/")[0] == family and name not in taken}
+        if len(shifts) < 2 or family == "folder":
+            continue  # folders of pictures are not shifts of one set
+        keys = ({ORIGINAL: original_of(family)} if original_of(family) in units else {}) | shifts
+        taken |= set(keys.values())
+        yield family, family, None, keys, None
     rest = {name: name for name in units if name not in taken}
     if rest:
         yield "Other test sets" if taken else "Test sets", "", None, rest, None

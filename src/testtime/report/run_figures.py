@@ -350,7 +350,7 @@ def draw_all(results: Results, measure: Measure = "error", paper: bool = False) 
         if table.family.endswith("-gradual"):
             yield "gradual", table, draw_gradual(results, table, measure)
         yield "bars", table, draw_bars(table, measure, paper)
-        if table.level is None or table.family in families:
+        if table.family in families or table.family.endswith("-gradual") or not _has_sets(results, table):
             continue
         families.add(table.family)  # the hardest level shows how it goes; the others would repeat it
         levels = [other for other in results.tables if other.family == table.family]
@@ -360,6 +360,12 @@ def draw_all(results: Results, measure: Measure = "error", paper: bool = False) 
             if drawing is not None:
                 yield kind, table, drawing
     yield "cost", results.tables[0], draw_cost(results, results.tables[0], measure)
+
+
+def _has_sets(results: Results, table: Table) -> bool:
+    """Whether the columns are shifts of one set, and not sets of their own or classes."""
+    names = {name for _, name in results.sources}
+    return table.family != "" and all(table.set_name(column) in names for column in table.shifted)
 
 
 def _stream_length(results: Results, table: Table, column: str) -> int:

@@ -23,7 +23,7 @@ from testtime.report.results import (
     method_title,
 )
 from testtime.report.run_tables import difference, explain
-from testtime.report.samples import Root, pick_samples
+from testtime.report.samples import NOWHERE, Places, pick_samples
 from testtime.report.statistics import ROUNDS
 from testtime.runs import Run, Unit
 
@@ -52,7 +52,8 @@ def render_run_page(
     *,
     measure: Measure = "error",
     paper: bool = False,
-    root: Root = None,
+    places: Places = NOWHERE,
+    words: Sequence[tuple[str, Sequence[str]]] = (),
     seed: int = 0,
     command: str = "",
 ) -> str:
@@ -63,7 +64,8 @@ def render_run_page(
         drawings: Its figures, from `draw_all`.
         measure: Whether to show errors or accuracies.
         paper: Whether to show the paper's numbers beside ours.
-        root: Where data sets are looked for, for sample pictures.
+        places: Where test sets are, for sample pictures.
+        words: Sections to begin with: a title and paragraphs each.
         seed: The seed of the intervals, for the record.
         command: What made the page, for the record.
     """
@@ -77,7 +79,7 @@ def render_run_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    samples, samples_note = pick_samples(results, results.tables[0], root)
+    samples, samples_note = pick_samples(results, results.tables[0], places)
     notes = [*results.notes, *_paper_notes(results, paper)]
     parts = [
         {
@@ -97,6 +99,7 @@ def render_run_page(
     ]
     return environment.get_template("run.html").render(
         words=tell(results, measure),
+        sections=words,
         cards=_cards(results, measure, paper),
         explained=explain(results, measure),
         measure=measure,
@@ -292,6 +295,9 @@ def describe_run(run: Run) -> list[tuple[str, str, bool]]:
     facts += [(key.capitalize(), str(plan[key]), False) for key in ("shuffle", "limit") if plan.get(key)]
     seconds = sum(unit.seconds for unit in run.units)
     facts.append(("Finished", f"{len(run.units):,} units, {seconds:,.0f} s in all", False))
+    remarks = about.get("remarks")
+    if isinstance(remarks, Mapping):
+        facts += [(str(title), str(text), False) for title, text in remarks.items()]
     for method in dict.fromkeys(unit.method for unit in run.units):
         text = _tell_learning([unit for unit in run.units if unit.method == method])
         if text:

@@ -6,18 +6,36 @@ import base64
 import io
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from testtime import data
+from testtime.data.sets import TestSet
 from testtime.report.results import BASELINE, MEAN, Results, Table, column_title
 from testtime.report.sources import Source, fingerprints
 
 log = logging.getLogger(__name__)
 
 Root = str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where pictures come from.
+
+    Attributes:
+        root: Where data sets are looked for.
+        sets: Test sets that have no name to be opened by.
+    """
+
+    root: Root = None
+    sets: Mapping[str, TestSet] = field(default_factory=dict)
+
+
+NOWHERE = Places()
 
 
 @dataclass(frozen=True)
@@ -48,7 +66,7 @@ class Sample:
         return "data:image/png;base64," + base64.b64encode(self.picture).decode()
 
 
-def pick_samples(results: Results, table: Table, root: Root = None) -> tuple[list[Sample], str]:
+def pick_samples(results: Results, table: Table, places: Places = NOWHERE) -> tuple[list[Sample], str]:
     """From each set of a table one image that learning turned right, from some one that it turned wrong.
 
     Of the images that flipped, in the order of their numbers, it is the middle one.
@@ -56,7 +74,7 @@ def pick_samples(results: Results, table: Table, root: Root = None) -> tuple[lis
     Args:
         results: What the runs found.
         table: Whose sets to take.
-        root: Where data sets are looked for.
+        places: Where the sets are.
 
     Returns:
         The samples, and a word on why there are none, if so.
@@ -79,7 +97,7 @@ def pick_samples(results: Results, table: Table, root: Root = None) -> tuple[lis
         if not numbers:
             continue
         try:
-            images, classes = _open(name, numbers, root, sources[0])
+            images, classes = _open(name, numbers, places, sources[0])
         except (ValueError, OSError, IndexError) as error:
             log.info("%s: no pictures for the report (%s)", name, error)
             return [], f"Sample pictures are left out: {error}"
@@ -132,8 +150,8 @@ def _find_flips(source: Source, fixed: tuple[Source, ...]) -> _Flips:
     return _Flips(right, wrong)
 
 
-def _open(name: str, numbers: list[int], root: Root, source: Source) -> tuple[Tensor, tuple[str, ...]]:
-    test_set = data.open(name, root)
+def _open(name: str, numbers: list[int], places: Places, source: Source) -> tuple[Tensor, tuple[str, ...]]:
+    test_set = places.sets[name] if name in places.sets else data.open(name, places.root)
     expected = fingerprints(source.run).get(name)
     if expected is not None and expected != test_set.fingerprint():
         raise ValueError(f"{name} here is not the set that was measured.")
