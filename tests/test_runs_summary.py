@@ -14,7 +14,6 @@ from testtime import cli
 from testtime.report.publish import publish
 from testtime.report.results import MEAN, collect
 from testtime.report.run_figures import draw_all
-from testtime.report.sources import ResultsError
 from testtime.runs import RunError, open_run, open_runs, write_summary
 
 NOISES = ("gaussian_noise", "fog")
@@ -113,8 +112,28 @@ def test_seeds_may_have_seen_different_images(tmp_path: Path) -> None:
 
 
 def test_the_same_measurement_does_not_count_twice(summary: Path, folders: list[Path]) -> None:
-    with pytest.raises(ResultsError, match=r"hold the same unit, plain cifar10 seed 0"):
-        collect([*open_runs(folders[0]), *open_runs(summary)])
+    both = collect([*open_runs(folders[0]), *open_runs(summary)])
+    assert both.tables == collect(open_runs(summary)).tables
+    count = len(open_run(folders[0]).units)
+    assert f"{count} units of main stood in main already, of the same network and seed: counted once." in both.notes
+
+
+def test_another_run_of_the_same_network_is_no_repetition(tmp_path: Path) -> None:
+    def run(name: str, network: str, seed: int, right: int) -> Any:
+        plan = {
+            "methods": {"fixed": {"mode": "fixed", "network": "joint"}},
+            "networks": {"joint": {"fingerprint": network, "architecture": {"norm": "group"}}},
+        }
+        units = {("fixed", "digits", seed): make_columns(np.arange(10) < right)}
+        return make_run(tmp_path / name, units, plan, seconds=len(name))
+
+    first, again = run("first", "a", 0, 8), run("once again", "a", 0, 8)
+    other, later = run("other", "b", 0, 6), run("later seed", "a", 1, 4)
+    cell = collect([first, again, other, later]).tables[0].rows["fixed"]["digits"]
+    assert (cell.repetitions, cell.error) == (3, pytest.approx(40))
+    assert collect([first, again]).notes == (
+        "1 unit of once again stood in first already, of the same network and seed: counted once.",
+    )
 
 
 def test_ten_thousand_images_take_little_room(tmp_path: Path) -> None:

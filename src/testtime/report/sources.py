@@ -74,26 +74,47 @@ def sort_sources(runs: Sequence[Run]) -> tuple[Sources, list[str]]:
         notes.append("From a summary of runs: what needs every record, such as sliding windows, is left out.")
     found: dict[tuple[str, str], list[Source]] = {}
     unlabelled: set[str] = set()
+    twice: dict[tuple[str, str], int] = {}
     for run in runs:
         for unit in run.units:
             if unit.about.get("counts", {}).get("labelled") == 0:
                 unlabelled.add(unit.set_name)
                 continue
-            entries = found.setdefault((unit.method, unit.set_name), [])
-            for other in entries:
-                if other.unit == unit and _is_same(other.unit, unit):
-                    raise ResultsError(f"{other.run.path} and {run.path} hold the same unit, {unit.title}.")
-            entries.append(Source(run, unit))
+            entries, here = found.setdefault((unit.method, unit.set_name), []), Source(run, unit)
+            twin = next((other for other in entries if _is_same(other, here)), None)
+            if twin is None:
+                entries.append(here)
+            else:
+                names = twin.run.path.name, run.path.name
+                twice[names] = twice.get(names, 0) + 1
+    notes += [
+        f"{_count(count, 'unit')} of {second} stood in {first} already, of the same network and seed: counted once."
+        for (first, second), count in twice.items()
+    ]
     notes += [f"{name} has no labels, so there is no error to show." for name in sorted(unlabelled)]
     if not found:
         raise ResultsError(f"{runs[0].path} has no labelled set, so there is no error to report.")
     return {key: tuple(entries) for key, entries in found.items()}, notes
 
 
-def _is_same(one: Unit, two: Unit) -> bool:
-    """Whether two units of one name are the same measurement and not its repetition: to the tenth of a millisecond."""
-    keys = ("seconds", "counts", "device")
-    return all(one.about.get(key) == two.about.get(key) for key in keys)
+def _is_same(one: Source, two: Source) -> bool:
+    """Whether two units are the same measurement, or would be but for the clock, and not repetitions of each other."""
+    if one.unit != two.unit:
+        return False
+    marks = [_network_mark(source) for source in (one, two)]
+    if marks[0] is not None and marks[0] == marks[1]:
+        return True
+    return all(one.unit.about.get(key) == two.unit.about.get(key) for key in ("seconds", "counts", "device"))
+
+
+def _network_mark(source: Source) -> str | None:
+    """The fingerprint of the network that a unit used, where its run says so."""
+    plan, unit = source.run.configuration, source.unit
+    try:
+        mark = plan["networks"][plan["methods"][unit.method]["network"]]["fingerprint"]
+        return mark if isinstance(mark, str) else str(mark[unit.set_name])
+    except (KeyError, TypeError):
+        return None
 
 
 def _check_same_kind(first: Run, other: Run) -> None:
