@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -235,6 +237,21 @@ def test_latex_as_it_should_look(small: Path) -> None:
     assert r"online (TTT-Online) & \textbf{0.0} & \textbf{0.0} & \textbf{5.0$^{*}$} & \textbf{2.5$^{*}$} \\" in text
     assert text.count(r"\begin{") == text.count(r"\end{")
     assert not re.search(r"(?<!\\)%(?! needs|\n)", text)
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX is installed")
+def test_latex_compiles(tmp_path: Path) -> None:
+    methods = ("plain", "fixed", "episodic", "online", "uda", "alp")
+    run = make_benchmark(tmp_path / "run", 20, "cifar10", methods=methods, seeds=(0, 1))
+    odd = make_run(tmp_path / "odd", {("below-20%", "my_set & 50% <b>|x", 0): make_columns([True, False])})
+    tables = "\n".join(latex(collect([one]), paper=True) for one in (run, odd))
+    packages = r"\usepackage{booktabs}\usepackage{graphicx}"
+    document = rf"\documentclass[twocolumn]{{article}}{packages}\begin{{document}}" + f"\n{tables}\n\\end{{document}}\n"
+    (tmp_path / "tables.tex").write_text(document, encoding="utf-8")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "tables.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace", timeout=60)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "Overfull" not in done.stdout
 
 
 def test_names_cannot_break_a_table(tmp_path: Path) -> None:
