@@ -223,6 +223,7 @@ class Workshop:
         Returns:
             The columns of each.
         """
+        self._adapter = None  # its memory is wanted
         method, seed = self.plan.method(units[0].method), units[0].seed
         sets = [self.open(unit.set_name) for unit in units]
         orders = torch.stack([self.order(test_set, seed) for test_set in sets])  # (S, N)
