@@ -1,0 +1,141 @@
+"""How fast gradients of single images are measured: a loop of backward passes, `torch.func`, and layer by layer.
+
+    python benchmarks/gradients.py --quick                          # two CPU cores, under a minute
+    python benchmarks/gradients.py --out results/gradients-cpu.json
+
+Each row gives the inner products, by layer, of the main and the rotation gradient on the shared encoder for each image.
+The loop is how it is usually written: for each image a backward pass of the one loss, then of the other, with torch's
+own threads. `torch.func` maps the gradient over a chunk of images. "layer by layer" is testtime's, a thread for each
+core. All give the same numbers; the largest difference from the loop's, against the largest number, is printed. The
+arithmetic is the same for all and bounds what a CPU can do: the last row is one backward pass of each loss for a whole
+chunk, which gives the sum of the gradients and nothing about single images. Measure on a machine that is idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from testtime.analysis.gradients import ImageGradients
+from testtime.machine import describe_machine
+from testtime.networks import YNet, resnet26
+from testtime.randomness import Draws
+from testtime.tasks import Rotation
+
+TASK = Rotation("all")
+
+
+def loop(net: YNet, images: Tensor, labels: Tensor) -> Tensor:
+    """Inner products `(N,)`, one image and one loss at a time."""
+    parameters, found = list(net.encoder.parameters()), []
+    for number in range(len(images)):
+        net.zero_grad()
+        F.cross_entropy(net(images[number : number + 1]), labels[number : number + 1]).backward()
+        main = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+        net.zero_grad()
+        views, targets = TASK.probe(images[number : number + 1])
+        F.cross_entropy(net.self_supervise(views), targets).backward()
+        task = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        found.append(torch.stack([(one * two).sum() for one, two in zip(main, task, strict=True)]).sum())
+    return torch.stack(found)
+
+
+def by_layer(meter: ImageGradients, images: Tensor, labels: Tensor, chunk: int, threads: int) -> Tensor:
+    """The same, chunk by chunk, a thread for each core."""
+    parts = list(zip(images.split(chunk), labels.split(chunk), strict=True))
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        found = list(pool.map(lambda part: meter.products(part[0], part[1][None]), parts))
+    return torch.cat([products.inner.sum((0, 1)) for products in found])
+
+
+def by_func(meter: ImageGradients, images: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    """The same through `torch.func`."""
+    parts = zip(images.split(chunk), labels.split(chunk), strict=True)
+    with torch.enable_grad():
+        return torch.cat([meter._by_func(one, two[None]).inner.sum((0, 1)) for one, two in parts])
+
+
+def whole(net: YNet, images: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    """Gradients of chunks, not of images: what the arithmetic alone costs."""
+    parameters, found = list(net.encoder.parameters()), []
+    for one, two in zip(images.split(chunk), labels.split(chunk), strict=True):
+        views, targets = TASK.probe(one)
+        main = torch.autograd.grad(F.cross_entropy(net(one), two), parameters)
+        task = torch.autograd.grad(F.cross_entropy(net.self_supervise(views), targets), parameters)
+        found.append(torch.stack([(a * b).sum() for a, b in zip(main, task, strict=True)]).sum())
+    return torch.stack(found)
+
+
+def measure(work: Callable[[], Tensor], count: int, repeats: int) -> tuple[float, float, Tensor]:
+    """Milliseconds for an image, the median of some runs, their spread, and what came out."""
+    result, times = work(), []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        result = work()
+        times.append(1000 * (time.perf_counter() - begin) / count)
+    times.sort()
+    return times[len(times) // 2], (times[-1] - times[0]) / times[len(times) // 2], result
+
+
+def run(name: str, net: YNet, shape: tuple[int, int, int], count: int, repeats: int) -> list[dict[str, Any]]:
+    """All rows of one network."""
+    images = Draws.of(0, torch.arange(count)).uniform(*shape)
+    labels = Draws.of(1, torch.arange(count)).integers(10)
+    meter, threads = ImageGradients(net, TASK), torch.get_num_threads()
+    net = net.eval().requires_grad_(True)
+    rows: list[dict[str, Any]] = []
+    works: dict[str, tuple[Callable[[], Tensor], int]] = {
+        "loop of backward passes": (lambda: loop(net, images[: count // 2], labels[: count // 2]), count // 2),
+        "torch.func": (lambda: by_func(meter, images, labels, 32), count),
+        "layer by layer": (lambda: by_layer(meter, images, labels, 16, threads), count),
+        "gradient of the chunk alone": (lambda: whole(net, images, labels, 32), count),
+    }
+    print(f"\n{name}, {shape[1]}×{shape[2]}, {count} images")
+    truth: Tensor | None = None
+    for title, (work, images_done) in works.items():
+        milliseconds, spread, result = measure(work, images_done, repeats)
+        truth = result if truth is None else truth
+        single = len(result) >= len(truth)
+        difference = float((result[: len(truth)] - truth).abs().max() / truth.abs().max()) if single else None
+        times = rows[0]["ms_per_image"] / milliseconds if rows else 1.0
+        rows.append(
+            {
+                "network": name,
+                "name": title,
+                "ms_per_image": milliseconds,
+                "spread": spread,
+                "times_loop": times,
+                "difference": difference,
+            }
+        )
+        told = "" if difference is None else f"  difference {difference:.1e}"
+        print(f"{title:30s} {milliseconds:8.2f} ms an image  {times:5.2f} × the loop{told}", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer images and runs")
+    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
+    options = parser.parse_args()
+    count, repeats = (32, 3) if options.quick else (128, 5)
+    machine = describe_machine(torch.device("cpu"))
+    print(", ".join(f"{key} {value}" for key, value in machine["hardware"].items()))
+    rows = run("resnet26", resnet26(), (3, 32, 32), count, repeats)
+    rows += run("resnet8", resnet26(depth=8, channels=1, size=16), (1, 16, 16), 4 * count, repeats)
+    if options.out:
+        document = {**machine, "command": "benchmarks/gradients.py", "images": count, "runs": repeats, "rows": rows}
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

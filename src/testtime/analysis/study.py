@@ -1,0 +1,252 @@
+"""Gradient correlation on many test sets, kept in one file.
+
+    python -m testtime.analysis --checkpoint NET --data cifar10-c --device cuda --out correlations.json
+
+needs the core alone. The file is written whole after every set; run again, only the missing sets are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from testtime import data as datasets
+from testtime.analysis.correlation import BATCH, CONFIDENT, SINGLE, Correlation, gradient_correlation
+from testtime.capture import Precision
+from testtime.data import registry
+from testtime.data.sets import DerivedSet, TensorSet, TestSet
+from testtime.machine import describe_machine
+from testtime.networks.ynet import CheckpointError, YNet, load
+from testtime.storage import find_differences, write_whole
+
+log = logging.getLogger(__name__)
+
+Told = Callable[[int, int, Correlation, float], None]
+
+_SIZED = ("digits", "imagenet", "vid-robust", "folder")  # families whose images have the size one asks for
+_READ = 1000
+LUMA = (0.299, 0.587, 0.114)
+
+
+class StudyError(ValueError):
+    """A file that is no study, or one of something else; the message says what."""
+
+
+def open_for(net: YNet, data: str, root: str | Path | None = None) -> TestSet:
+    """A test set as a network takes it.
+
+    Args:
+        net: The network.
+        data: A set's name, or a folder of pictures.
+        root: Where data sets are looked for.
+
+    Raises:
+        ValueError: There is no such set, or it has other classes than the network.
+        DataError: It is not there or damaged.
+    """
+    family, card, options = data.split("/", 1)[0], net.card, {}
+    is_folder = family not in registry.WHAT and Path(data).expanduser().is_dir()
+    if card.size is not None and (is_folder or family.startswith(_SIZED)):
+        options["size"] = card.size
+    if not is_folder:
+        return datasets.open(data, root, **options)
+    folder = Path(data).expanduser()
+    found = datasets.open("folder", folder, **options)
+    if found.labels is not None and card.classes:
+        if set(found.classes) <= set(card.classes):
+            found = datasets.open("folder", folder, classes=card.classes, **options)
+        else:
+            found.labels = None  # folders of something else than the network's classes
+    return Gray(found) if net.channels == 1 else found
+
+
+class Gray(DerivedSet):
+    """Another set in shades of gray, for networks that see no colour."""
+
+    def __init__(self, base: TestSet) -> None:
+        self.base = base
+        self.name, self.classes, self.labels, self.right = base.name, base.classes, base.labels, base.right
+        self.ordered, self.origin = base.ordered, f"{base.origin}, in gray"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return 1, *self.base.shape[1:]
+
+    def _read(self, numbers: Tensor) -> Tensor:
+        luma = (self.base.images(numbers) * torch.tensor(LUMA).view(3, 1, 1)).sum(1, keepdim=True)
+        return luma.round().clamp(0, 255).to(torch.uint8)
+
+
+def run_study(
+    net: YNet,
+    names: Sequence[str],
+    out: str | Path,
+    *,
+    root: str | Path | None = None,
+    limit: int | None = None,
+    batch: int = BATCH,
+    single: int = SINGLE,
+    confident: float = CONFIDENT,
+    precision: Precision = "fp32",
+    tell: Told | None = None,
+) -> dict[str, Any]:
+    """Measure gradient correlation on the sets that a file does not hold yet.
+
+    Args:
+        net: The network, on the device to compute on.
+        names: The sets.
+        out: The file. It must be of the same network and settings, if it is there.
+        root: Where data sets are looked for.
+        limit: Only the first so many images of each set.
+        batch: See `gradient_correlation`.
+        single: See there.
+        confident: See there.
+        precision: See there.
+        tell: Told after every set how many of how many there are, what was found, and the seconds it took.
+
+    Returns:
+        What the file holds.
+
+    Raises:
+        StudyError: The file is of another network, of other settings or images, or no study.
+        ValueError: An argument is out of range.
+        DataError: A set is not there or damaged. What was measured before stays.
+    """
+    path = Path(out)
+    settings = {"limit": limit, "batch": batch, "single": single, "confident": confident, "precision": precision}
+    configuration = {"network": net.fingerprint(), "architecture": net.card.architecture, **settings}
+    sets = {name: open_for(net, name, root) for name in dict.fromkeys(names)}
+    marks = {name: test_set.fingerprint() for name, test_set in sets.items()}
+    study = read_study(path) if path.exists() else {"configuration": configuration, "sets": {}}
+    different = find_differences(study["configuration"], configuration)
+    if different:
+        raise StudyError(f"{path} is another study ({'; '.join(different)}); write to another file.")
+    for name, mark in marks.items():
+        if study["sets"].get(name, {"fingerprint": mark}).get("fingerprint") != mark:
+            raise StudyError(f"{path} was made with other images of {name}; write to another file.")
+    study |= describe_machine(next(net.parameters()).device)
+    missing = {name: test_set for name, test_set in sets.items() if name not in study["sets"]}
+    begin = time.perf_counter()
+    for place, (name, test_set) in enumerate(_read_ahead(missing, limit), start=1):
+        found = gradient_correlation(
+            net,
+            None,
+            test_set,
+            limit=limit,
+            batch=batch,
+            single=single,
+            confident=confident,
+            precision=precision,
+        )
+        seconds = time.perf_counter() - begin
+        own = {"name": name, "fingerprint": marks[name], "seconds": round(seconds, 3)}
+        study["sets"][name] = found.describe() | own
+        write_whole(path, json.dumps(study, indent=1, allow_nan=False) + "\n")
+        if tell is not None:
+            tell(len(sets) - len(missing) + place, len(sets), found, seconds)
+        begin = time.perf_counter()
+    return study
+
+
+def read_study(path: str | Path) -> dict[str, Any]:
+    """A study's file.
+
+    Raises:
+        StudyError: It is not there or no study.
+    """
+    try:
+        study = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StudyError(f"{path}: {error.strerror or 'cannot be read'}.") from None
+    except ValueError as error:
+        raise StudyError(f"{path}: not a study of gradients ({error}).") from None
+    sets = study.get("sets") if isinstance(study, dict) else None
+    if not isinstance(sets, dict) or not isinstance(study.get("configuration"), dict):
+        raise StudyError(f"{path}: not a study of gradients.")
+    if not all(isinstance(one, dict) and "stand_in_batch" in one for one in sets.values()):
+        raise StudyError(f"{path}: not a study of gradients.")
+    return study
+
+
+def _read_ahead(sets: dict[str, TestSet], limit: int | None) -> Iterator[tuple[str, TestSet]]:
+    """The sets in memory, each read while the one before is measured: corrupting images takes time as well."""
+
+    def read(test_set: TestSet) -> TestSet:
+        if test_set.right is not None or isinstance(test_set, TensorSet):
+            return test_set
+        count = len(test_set) if limit is None else min(limit, len(test_set))
+        images = torch.cat([chunk.images for chunk in test_set.chunks(_READ, slice(count))])
+        labels = None if test_set.labels is None else test_set.labels[:count]
+        return TensorSet(test_set.name, images, labels, test_set.classes)
+
+    with ThreadPoolExecutor(1) as reader:
+        names = list(sets)
+        coming = reader.submit(read, sets[names[0]]) if names else None
+        for place, name in enumerate(names):
+            assert coming is not None
+            here = coming.result()
+            coming = reader.submit(read, sets[names[place + 1]]) if place + 1 < len(names) else None
+            yield name, here
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line of a study, with the core's means; gives the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m testtime.analysis",
+        description="Measure how far the gradients of the two tasks agree on test sets. Run again to go on.",
+    )
+    parser.add_argument("--checkpoint", required=True, help="jointly trained network: a file, or a shipped one's name")
+    parser.add_argument("--data", required=True, nargs="+", help="sets: cifar10-c, digits-c/*/5, a folder, …")
+    parser.add_argument("--out", required=True, type=Path, help="JSON file; if it holds a part, the rest is measured")
+    parser.add_argument("--data-root", type=Path, help="where data sets are ($TESTTIME_DATA)")
+    parser.add_argument("--limit", type=int, help="only the first so many images of each set")
+    parser.add_argument("--batch", type=int, default=BATCH, help="images in a batch (128)")
+    parser.add_argument("--single", type=int, default=SINGLE, help="so many images also one by one (1000)")
+    parser.add_argument("--confident", type=float, default=CONFIDENT, help="when a prediction stands in (0.9)")
+    parser.add_argument("--precision", choices=("fp32", "tf32"), default="fp32")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args(arguments)
+
+    def tell(done: int, total: int, found: Correlation, seconds: float) -> None:
+        true = "" if found.batch is None else f"inner {found.batch.inner:+.4g}  cosine {found.batch.cosine:+.3f}  "
+        guess = "" if found.stand_in_batch is None else f"stand-in {found.stand_in_batch.cosine:+.3f}  "
+        print(f"{done}/{total}  {found.name}  {true}{guess}{found.images:,} images  {seconds:.1f} s", flush=True)
+
+    try:
+        net = load(options.checkpoint).to(options.device)
+        names = [name for text in options.data for name in _expand(text)]
+        run_study(
+            net,
+            names,
+            options.out,
+            root=options.data_root,
+            limit=options.limit,
+            batch=options.batch,
+            single=options.single,
+            confident=options.confident,
+            precision=options.precision,
+            tell=tell,
+        )
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except (CheckpointError, ValueError, OSError, RuntimeError, AssertionError) as error:
+        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _expand(text: str) -> tuple[str, ...]:
+    if text.split("/", 1)[0] not in registry.WHAT and Path(text).expanduser().is_dir():
+        return (text,)
+    return datasets.expand(text)
