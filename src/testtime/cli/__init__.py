@@ -16,7 +16,7 @@ try:
 except ModuleNotFoundError as missing:
     raise SystemExit(f"error: the command line needs {missing.name}: pip install 'testtime[cli]'") from None
 
-from testtime.cli import corrupt, data, demo, evaluate, networks
+from testtime.cli import corrupt, data, demo, diagnose, evaluate, networks
 from testtime.cli.console import progress
 
 __all__ = ["app", "main", "progress", "run"]
@@ -34,6 +34,8 @@ for command in (networks.train, networks.predict, networks.info):
     app.command()(command)
 app.command("eval", cls=evaluate.EvaluateCommand)(evaluate.evaluate)
 app.command()(evaluate.report)
+for command in (diagnose.diagnose, diagnose.correlate):
+    app.command()(command)
 app.command()(corrupt.corrupt)
 app.command()(demo.demo)
 app.add_typer(data.app, name="data")

@@ -1,0 +1,331 @@
+"""Will Test-Time Training help on these images? What can be told without labels, and a verdict in words.
+
+`diagnose` looks at a network and a set of images, and answers with a `Diagnosis`:
+
+    task        error and loss of the self-supervised task, against the training data's (`Reference`), and whether the
+                loss drifts along the stream
+    hints       what would make the task trivial or ill-defined, the paper's warning (section 3, video frames): blank
+                margins, borders that give the turn away, images that lie in all directions
+    agreement   whether the two tasks pull the encoder the same way, with confident predictions in place of labels
+    trial       a short stream of online learning: does the task get easier for images not yet seen, and does the guard
+                have to step in?
+    verdict     what follows, and how sure it is
+
+With labels it adds the true agreement and the error before and after the trial. No label is read for the verdict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from testtime import data as datasets
+from testtime import tasks
+from testtime.adapt import Online, gate
+from testtime.analysis.correlation import Agreement, BatchGradients, Sight, find_labels, see, summarise
+from testtime.analysis.gradients import Products, freeze
+from testtime.analysis.study import open_for
+from testtime.augment import CropFlip
+from testtime.data.sets import DataError, TestSet
+from testtime.evaluate import stream_order
+from testtime.networks.ynet import YNet
+from testtime.prediction import Prediction
+from testtime.tasks import Rotation, Task
+from testtime.verdict import Diagnosis, Estimate, Hints, Reference, Trial, Verdict, judge
+
+Progress = Callable[[int, int, str], None]
+
+LIMIT = 500
+TRIAL = 200
+BATCH = 32
+_BLANK = 0.03  # of an image's contrast: a row that varies by less is blank
+_LEAST = 32  # images below which nothing is said
+
+
+def diagnose(
+    net: YNet,
+    test_set: TestSet,
+    *,
+    reference: Reference | None = None,
+    limit: int = LIMIT,
+    trial: int = TRIAL,
+    steps: int = 1,
+    lr: float = 0.01,
+    threshold: float = 0.9,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Look at images without their labels and say whether adapting to them is likely to help.
+
+    A set with more than `limit` images is looked at in even steps from its beginning to its end. The trial takes some
+    of them in random order (in the set's own order where that is what it tests), and learns from each in its four
+    turns, without crops: what it measures is whether the task can be learned here at all.
+
+    Args:
+        net: A jointly trained network; it is not changed.
+        test_set: The images, in the order of the stream.
+        reference: How easy the task is on the training data, see `find_reference`.
+        limit: At most so many images.
+        trial: At most so many of them are the trial's stream.
+        steps: Gradient steps on each image of the trial.
+        lr: Learning rate of the trial.
+        threshold: The gate's threshold, to say how many images it would let through.
+        seed: Seed of the trial.
+        progress: Told how many of how many images are done.
+
+    Raises:
+        ValueError: There are too few images, an argument is out of range, or the images do not fit the network.
+    """
+    for name, value in (("limit", limit), ("trial", trial)):
+        if value < _LEAST:
+            raise ValueError(f"`{name}` must be at least {_LEAST}, got {value}.")
+    if steps < 1:
+        raise ValueError(f"`steps` must be at least 1, got {steps}.")
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"`threshold` must lie in [0, 1], got {threshold}.")
+    count = min(limit, len(test_set))
+    if count < _LEAST:
+        raise ValueError(f"{test_set.name} has {count} images; a diagnosis needs at least {_LEAST}.")
+    task = tasks.make(net.card.task)
+    learner = Online(net, steps=steps, lr=lr, seed=seed, copies=1, task=Rotation("all"), augment=CropFlip(0, False))
+    trial = min(trial, count)
+    numbers = _spread(len(test_set), count)
+    labels = find_labels(test_set, net)
+
+    def tell(done: int) -> None:
+        if progress is not None:
+            progress(done, count + trial, test_set.name)
+
+    found = look(net, task, test_set, numbers, labels, tell)
+    chosen = _spread(count, trial) if test_set.ordered else stream_order(count, seed)[:trial]
+    stream = _try(learner, test_set, numbers[chosen], found.sight.pick(chosen), labels, lambda done: tell(count + done))
+    losses = found.sight.losses.mean(1)
+    turns = (found.sight.answers - found.sight.targets) % task.outputs  # (N, V): which way up the image is taken to be
+    consistent = (turns == turns[:, :1]).all(1)
+    about: dict[str, Any] = {
+        "name": test_set.name,
+        "images": count,
+        "task_error": Estimate.of((turns != 0).double().mean(1)),
+        "task_loss": Estimate.of(losses),
+        "reference": reference,
+        "drift": _slope(losses),
+        "threshold": threshold,
+        "gated": float(gate(torch.exp(-found.sight.losses[:, 0]), threshold).double().mean()),
+        "consistent": float(consistent.double().mean()),
+        "upright": float((turns[consistent, 0] == 0).double().mean()) if consistent.any() else None,
+        "hints": found.hints,
+        "confident": found.confident,
+        "agreement": found.agreement,
+        "true_agreement": found.true_agreement,
+        "trial": stream,
+    }
+    unjudged = Diagnosis(**about, verdict=Verdict("unclear", "", ()))
+    return Diagnosis(**about, verdict=judge(unjudged, math.log(task.outputs)))
+
+
+def diagnose_all(
+    net: YNet, sets: Sequence[TestSet], *, progress: Progress | None = None, **options: Any
+) -> list[Diagnosis]:
+    """Diagnose several sets; on a CPU side by side, each on one core, since their steps are too small to share.
+
+    Args:
+        net: The network.
+        sets: The sets.
+        progress: Told how many of how many images of all sets are done.
+        **options: What `diagnose` takes.
+
+    Raises:
+        ValueError: As for `diagnose`.
+    """
+    done, totals, lock = [0] * len(sets), [0] * len(sets), threading.Lock()
+
+    def one(place: int) -> Diagnosis:
+        def tell(images: int, total: int, text: str) -> None:
+            with lock:
+                done[place], totals[place] = images, total
+                if progress is not None:
+                    progress(sum(done), sum(own or total for own in totals), text)
+
+        return diagnose(net, sets[place], progress=tell, **options)
+
+    threads = torch.get_num_threads()
+    if len(sets) == 1 or threads == 1 or next(net.parameters()).device.type != "cpu":
+        return [one(place) for place in range(len(sets))]
+    with ThreadPoolExecutor(min(threads, len(sets)), "set", torch.set_num_threads, (1,)) as pool:
+        running = [pool.submit(one, place) for place in range(len(sets))]
+        try:
+            return [each.result() for each in running]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for the sets that have not begun
+            raise
+
+
+class Look(NamedTuple):
+    """What can be seen of images without learning from them."""
+
+    sight: Sight
+    hints: Hints
+    confident: float
+    agreement: Agreement | None
+    true_agreement: Agreement | None
+
+
+def look(
+    net: YNet, task: Task, test_set: TestSet, numbers: Tensor, labels: Tensor | None, tell: Callable[[int], None]
+) -> Look:
+    """Look at some samples of a set; `labels` are those of the whole set, or None."""
+    device = next(net.parameters()).device
+    meter = BatchGradients(net, task)
+    found: list[tuple[Products, Sight]] = []
+    pictures: list[Tensor] = []
+    for part, images, _ in test_set.chunks(BATCH, numbers):
+        if net.channels is not None and images.shape[1] != net.channels:
+            raise ValueError(f"{test_set.name} has {images.shape[1]} channels, the network takes {net.channels}.")
+        found.append(meter.measure(images.to(device), None if labels is None else labels[part].to(device)))
+        pictures.append(images.float().mean(1))
+        tell(sum(map(len, pictures)))
+    sight = Sight.join([own for _, own in found])
+    products = Products.join([own for own, _ in found])
+    sure = sight.logits.softmax(1).amax(1) >= meter.confident
+    names = list(meter.layers)
+    return Look(
+        sight,
+        find_hints(torch.cat(pictures)),
+        float(sure.double().mean()),
+        summarise(products, -1, names, torch.stack([part.any() for part in sure.split(BATCH)])),
+        None if labels is None else summarise(products, 0, names),
+    )
+
+
+def find_hints(pictures: Tensor) -> Hints:
+    """What gives the turn of gray pictures, float `(N, H, W)`, away."""
+    side = min(pictures.shape[1:])
+    top, left = (pictures.shape[1] - side) // 2, (pictures.shape[2] - side) // 2
+    square = pictures[:, top : top + side, left : left + side]
+    contrast = (square.amax((1, 2)) - square.amin((1, 2)))[:, None]
+
+    def blank(turn: int) -> float:
+        """The share of the side that is blank at the top once the pictures are turned clockwise so many times."""
+        turned = square.rot90(-turn, (1, 2))
+        rows = turned.amax(2) - turned.amin(2) <= _BLANK * contrast  # (N, rows)
+        return float(rows.int().cumprod(1).sum(1).double().mean()) / side
+
+    width = max(1, side // 8)
+    ring = torch.ones(side, side, dtype=torch.bool)
+    ring[width:-width, width:-width] = False
+    wrong = []
+    for half in (slice(0, None, 2), slice(1, None, 2)):
+        other = slice(1 - (half.start or 0), None, 2)
+        mean = square[half].mean(0)
+        patterns = torch.stack([mean.rot90(turn)[ring] for turn in range(4)])  # (4, P)
+        patterns = patterns - patterns.mean()
+        views = torch.stack([square[other].rot90(turn, (1, 2)) for turn in range(4)], dim=1)[:, :, ring]
+        wrong.append((views @ patterns.T).argmax(2) != torch.arange(4))
+    margins = blank(0), blank(1), blank(2), blank(3)  # top, left, bottom, right
+    return Hints(margins, float(torch.cat(wrong).double().mean()))
+
+
+def find_reference(
+    net: YNet, name: str | None = None, root: str | Path | None = None, limit: int = LIMIT
+) -> Reference | None:
+    """How easy the task is on the data that a network was trained on.
+
+    Args:
+        net: The network.
+        name: A set or a folder that is like its training data; None takes the training set that the network's card
+            names, if it is there, and otherwise the loss that the card recorded in the last epoch.
+        root: Where data sets are looked for.
+        limit: At most so many images.
+
+    Returns:
+        None if nothing is known.
+
+    Raises:
+        ValueError: There is no set of that name.
+        DataError: The set is not there or damaged.
+    """
+    if name is not None:
+        return measure_reference(net, open_for(net, name, root), limit, name)
+    record = net.card.record
+    trained_on = record.get("configuration", {}).get("data", {}).get("name")
+    if isinstance(trained_on, str):
+        options = {"size": net.card.size} if net.card.size is not None and trained_on != "cifar10" else {}
+        with contextlib.suppress(DataError, ValueError):  # not there, or a folder of somebody's own
+            found = datasets.open(trained_on, root, "train", **options)
+            return measure_reference(net, found, limit, f"{trained_on}, training images")
+    epochs = record.get("epochs")
+    loss = epochs[-1].get("task") if isinstance(epochs, list) and epochs and isinstance(epochs[-1], dict) else None
+    if isinstance(loss, float):
+        return Reference("the card, augmented training images in the last epoch", loss)
+    return None
+
+
+def measure_reference(net: YNet, test_set: TestSet, limit: int = LIMIT, source: str = "") -> Reference:
+    """How easy the task is on a set."""
+    task = tasks.make(net.card.task)
+    sights, pictures = [], []
+    with torch.no_grad():
+        still, device = freeze(net), next(net.parameters()).device
+        for _, images, _ in test_set.chunks(BATCH, _spread(len(test_set), min(limit, len(test_set)))):
+            sights.append(see(still, task, images.to(device)))
+            pictures.append(images.float().mean(1))
+    sight = Sight.join(sights)
+    error = float((sight.answers != sight.targets).double().mean())
+    return Reference(
+        source or test_set.name, float(sight.losses.double().mean()), error, find_hints(torch.cat(pictures))
+    )
+
+
+def _try(
+    learner: Online,
+    test_set: TestSet,
+    numbers: Tensor,
+    sight: Sight,
+    labels: Tensor | None,
+    tell: Callable[[int], None],
+) -> Trial:
+    """Learn along some samples of a set; `sight` is what the unadapted network says of them."""
+    parts: list[Prediction] = []
+    for part, images, _ in test_set.chunks(8, numbers):
+        parts.append(learner.predict(images, part))
+        tell(sum(map(len, parts)))
+    answers = Prediction.join(parts)
+    late = slice(len(numbers) // 2, None)
+    now = answers.loss_before[late].cpu()
+    before, after = sight.logits.argmax(1), answers.classes.cpu()
+    wrong = None if labels is None else [guess != labels[numbers] for guess in (before, after)]
+    return Trial(
+        images=len(numbers),
+        steps=learner.settings.steps,
+        lr=learner.settings.lr,
+        fall=Estimate.of(sight.losses.mean(1)[late] - now),
+        loss=Estimate.of(now),
+        rolled_back=float(answers.rolled_back.double().mean()),
+        changed=float((before != after).double().mean()),
+        error_before=None if wrong is None else float(wrong[0].double().mean()),
+        error_after=None if wrong is None else float(wrong[1].double().mean()),
+        gain=None if wrong is None else Estimate.of(wrong[0].double() - wrong[1].double()),
+    )
+
+
+def _spread(total: int, count: int) -> Tensor:
+    """`count` of `total` numbers in even steps, rising."""
+    return torch.arange(count) * total // count
+
+
+def _slope(losses: Tensor) -> Estimate:
+    """By how much a value rises along its whole length, by least squares."""
+    values = losses.double()
+    place = torch.linspace(-0.5, 0.5, len(values), dtype=torch.float64)
+    scatter = float(place @ place)
+    slope = float(place @ values) / scatter
+    rest = values - values.mean() - slope * place
+    return Estimate(slope, math.sqrt(float(rest @ rest) / (len(values) - 2) / scatter))

@@ -1,0 +1,243 @@
+"""Gradient correlation against improvement: a study of gradients joined with a run's errors (paper, figure 4).
+
+`join` takes the file that `python -m testtime.analysis` wrote and the runs of the same network, and gives for each
+method and each thing that was measured the linear correlation with the improvement, with its bootstrap interval over
+the sets. The paper has 0.93 for the standard and 0.89 for the online version, over 75 sets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from testtime.analysis.study import read_study
+from testtime.randomness import Draws
+from testtime.report.canvas import Drawing
+from testtime.report.results import BASELINE, MEAN, Results, collect, method_title
+from testtime.report.run_figures import draw_correlation
+from testtime.report.sources import ResultsError
+from testtime.report.statistics import ROUNDS, Interval, fit_line, interval_of
+from testtime.runs import open_runs
+from testtime.storage import write_whole
+
+PAPER: Mapping[str, float] = {"episodic": 0.93, "online": 0.89}
+"""The paper's correlation of the inner product, by batch, with the improvement."""
+
+PREDICTORS: Mapping[str, str] = {
+    "batch.inner": "inner product, by batch",
+    "batch.cosine": "cosine, by batch",
+    "single.inner": "inner product, by image",
+    "single.cosine": "cosine, by image",
+    "stand_in_batch.inner": "inner product, by batch, no labels",
+    "stand_in_batch.cosine": "cosine, by batch, no labels",
+    "stand_in_single.inner": "inner product, by image, no labels",
+    "stand_in_single.cosine": "cosine, by image, no labels",
+    "task_loss": "the task's loss",
+    "task_error": "the task's error",
+    "entropy": "the classifier's entropy",
+    "error": "the error before adaptation",
+}
+"""What a study measures, in words; the first is the paper's."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well one thing predicts the improvement of one method.
+
+    Attributes:
+        predictor: A key of `PREDICTORS`.
+        method: The method.
+        sets: How many sets.
+        correlation: Pearson's r.
+        interval: Its 95% bootstrap interval over sets.
+        slope: Points of error for a unit of the predictor.
+        offset: The line's value at 0.
+    """
+
+    predictor: str
+    method: str
+    sets: int
+    correlation: float
+    interval: Interval
+    slope: float
+    offset: float
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A study and the improvements it may explain.
+
+    Attributes:
+        names: The sets that both have.
+        values: Each predictor on each of them; not a number where the study has none.
+        improvements: By how many points each method's error is below `fixed`'s, by set.
+        fits: Every predictor with every method, the paper's first.
+        notes: What a reader should know.
+    """
+
+    names: tuple[str, ...]
+    values: Mapping[str, np.ndarray]
+    improvements: Mapping[str, np.ndarray]
+    fits: tuple[Fit, ...]
+    notes: tuple[str, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """The same as JSON could hold it."""
+        return {
+            "sets": list(self.names),
+            "values": {key: [None if v != v else v for v in row.tolist()] for key, row in self.values.items()},
+            "improvements": {method: row.tolist() for method, row in self.improvements.items()},
+            "fits": [asdict(fit) | {"interval": list(fit.interval)} for fit in self.fits],
+            "paper": dict(PAPER),
+            "notes": list(self.notes),
+        }
+
+
+def join(study: str | Path, runs: Sequence[str | Path], seed: int = 0) -> Joined:
+    """Join a study of gradients with the errors of runs.
+
+    Args:
+        study: The study's file.
+        runs: Folders of runs, or summaries of them, of the same network, with `fixed` and methods that adapt.
+        seed: Seed of the bootstrap.
+
+    Raises:
+        StudyError: The file is no study.
+        RunError: A folder is no run.
+        ResultsError: They are of different networks, or have too few sets in common.
+    """
+    found, results = read_study(study), collect([run for path in runs for run in open_runs(path)], seed)
+    _check_network(found, results)
+    errors = _errors(results)
+    adapting = [method for method in results.methods if method != BASELINE and method in PAPER]
+    names = [
+        name
+        for name in found["sets"]
+        if (BASELINE, name) in errors and all((method, name) in errors for method in adapting)
+    ]
+    if not adapting or BASELINE not in results.methods:
+        raise ResultsError("The runs must have fixed, and one of episodic and online.")
+    if len(names) < 3:
+        raise ResultsError(f"A line needs at least 3 sets that the study and the runs share, got {len(names)}.")
+    values = {key: np.array([_value(found["sets"][name], key) for name in names]) for key in PREDICTORS}
+    improvements = {
+        method: np.array([errors[BASELINE, name] - errors[method, name] for name in names]) for method in adapting
+    }
+    fits = [
+        fit
+        for key in PREDICTORS
+        for method in adapting
+        if (fit := _fit(key, method, values[key], improvements[method], seed)) is not None
+    ]
+    left = sorted(set(found["sets"]) - set(names))
+    notes = [f"{len(left)} sets of the study are not in the runs: {', '.join(left[:3])}…"] if left else []
+    return Joined(tuple(names), values, improvements, tuple(fits), tuple(notes))
+
+
+def bootstrap_correlation(x: np.ndarray, y: np.ndarray, seed: int = 0, rounds: int = ROUNDS) -> Interval:
+    """The 95% interval of Pearson's r of points `(N,)`, by drawing points again with replacement."""
+    count = len(x)
+    drawn = Draws.of(seed, torch.arange(rounds)).purpose("bootstrap correlation").integers(count, count).numpy()
+    xs, ys = x[drawn], y[drawn]  # (rounds, N)
+    xs, ys = xs - xs.mean(1, keepdims=True), ys - ys.mean(1, keepdims=True)
+    scale = np.sqrt((xs**2).sum(1) * (ys**2).sum(1))
+    usable = scale > 1e-12 * max(scale.max(), 1e-300)  # a round may draw one point over and over
+    return interval_of((xs * ys).sum(1)[usable] / scale[usable])
+
+
+def draw(joined: Joined) -> list[Drawing]:
+    """The paper's scatter for each method, and the one without labels."""
+    drawings = []
+    for key in ("batch.inner", "stand_in_batch.cosine"):
+        for method, improvement in joined.improvements.items():
+            usable = np.isfinite(joined.values[key])
+            if usable.sum() < 3 or np.ptp(joined.values[key][usable]) == 0:
+                continue
+            drawings.append(
+                draw_correlation(
+                    joined.values[key][usable],
+                    improvement[usable],
+                    name=f"gradients-{method}-{key.replace('.', '-').replace('_', '-')}",
+                    title=f"{PREDICTORS[key]} against the improvement of {method}",
+                    x_label=f"{PREDICTORS[key]} of the two gradients",
+                    y_label=f"improvement of {method}, points",
+                    colour=method,
+                )
+            )
+    return drawings
+
+
+def tell(joined: Joined) -> str:
+    """The correlations as a text table."""
+    methods = list(joined.improvements)
+    width = max(map(len, PREDICTORS.values()))
+    lines = [f"Linear correlation with the improvement in error over {len(joined.names)} sets, 95% intervals"]
+    lines.append(" ".join([f"{'':<{width}}", *(f"{method_title(method):>24}" for method in methods)]))
+    for key, words in PREDICTORS.items():
+        row = {fit.method: fit for fit in joined.fits if fit.predictor == key}
+        if row:
+            cells = [_cell(row.get(method)) for method in methods]
+            lines.append(" ".join([f"{words:<{width}}", *(f"{cell:>24}" for cell in cells)]))
+    paper = [f"{PAPER[method]:+.2f}" for method in methods]
+    lines.append(" ".join([f"{'the paper: inner product':<{width}}", *(f"{text:>24}" for text in paper)]))
+    return "\n".join([*lines, *joined.notes])
+
+
+def publish(joined: Joined, out: str | Path) -> list[Path]:
+    """Write `correlation.json` and the figures, each whole or not at all; gives their paths."""
+    folder = Path(out)
+    write_whole(folder / "correlation.json", json.dumps(joined.describe(), indent=1, allow_nan=False) + "\n")
+    written = [folder / "correlation.json"]
+    for drawing in draw(joined):
+        write_whole(folder / f"{drawing.name}.svg", drawing.svg(inline=False))
+        write_whole(folder / f"{drawing.name}.png", drawing.png())
+        written += [folder / f"{drawing.name}.svg", folder / f"{drawing.name}.png"]
+    return written
+
+
+def _cell(fit: Fit | None) -> str:
+    return "–" if fit is None else f"{fit.correlation:+.2f} [{fit.interval.low:+.2f}, {fit.interval.high:+.2f}]"
+
+
+def _errors(results: Results) -> dict[tuple[str, str], float]:
+    """Percent of wrong predictions, the mean over repetitions, by method and set."""
+    return {
+        (method, table.set_name(column)): cell.error
+        for table in results.tables
+        for method, row in table.rows.items()
+        for column, cell in row.items()
+        if column != MEAN
+    }
+
+
+def _check_network(study: Mapping[str, Any], results: Results) -> None:
+    own = study["configuration"].get("network")
+    for run in results.runs:
+        networks = run.configuration.get("networks")
+        joint = networks.get("joint") if isinstance(networks, Mapping) else None
+        mark = joint.get("fingerprint") if isinstance(joint, Mapping) else None
+        if isinstance(mark, str) and mark != own:
+            raise ResultsError(f"{run.path} is of network {mark}, the study of network {own}.")
+
+
+def _value(entry: Mapping[str, Any], key: str) -> float:
+    part, _, name = key.partition(".")
+    held = entry.get(part)
+    found = held.get(name) if isinstance(held, Mapping) else held if not name else None
+    return float(found) if isinstance(found, int | float) else float("nan")
+
+
+def _fit(key: str, method: str, values: np.ndarray, improvement: np.ndarray, seed: int) -> Fit | None:
+    usable = np.isfinite(values)
+    x, y = values[usable], improvement[usable]
+    if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return None
+    line = fit_line(x, y, 0.99)
+    interval = bootstrap_correlation(x, y, seed)
+    return Fit(key, method, len(x), line.correlation, interval, line.slope, line.offset)
