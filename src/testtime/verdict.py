@@ -18,7 +18,7 @@ Kind = Literal["helps", "hurts", "little to gain", "trivial", "ill-defined", "un
 
 _SIDES = ("at the top", "on the left", "at the bottom", "on the right")
 _SIGMAS = 2.0  # how many standard errors an interval reaches to either side: 95%
-_MARGIN = 1 / 12  # of the side: a blank margin that is more than chance
+_MARGIN = 1 / 12  # of the side: a margin wider by this than the training images' stands out; by half more, if unknown
 _BORDER = 0.2  # error from the border alone below which it gives the turn away
 _FEW = 1.5  # times the training data's loss up to which a task counts as about as easy
 _GUESSING = 0.9  # times the loss of guessing from which on a task counts as not learned
@@ -214,8 +214,8 @@ def _trivial(found: Diagnosis, guessing: float) -> Verdict | None:
     known = None if found.reference is None else found.reference.hints
     usual = (0.0,) * 4 if known is None else known.margins
     excess = [own - other for own, other in zip(found.hints.margins, usual, strict=True)]
-    reasons = []
-    if max(excess) > _MARGIN and max(excess) - min(excess) > _MARGIN:
+    reasons, most = [], _MARGIN if known is not None else 1.5 * _MARGIN
+    if max(excess) > most and max(excess) - min(excess) > most:
         reasons.append(f"Blank margins take {_margins(found.hints)} of the side on average.")
     border = 0.75 if known is None else known.border
     if found.hints.border < _BORDER and border - found.hints.border > 0.15:
