@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import testtime as tt
+from report_runs import make_benchmark
 from testtime.cli import run as run_command
 from testtime.data.corrupted import Corrupted
 from testtime.data.sets import TensorSet, TestSet
@@ -411,3 +412,17 @@ def test_documents_of_something_else_are_refused(tmp_path: Path) -> None:
             read_diagnoses(file)
     with pytest.raises(DiagnosisError, match="No such file"):
         read_diagnoses(tmp_path / "none.json")
+
+
+def test_a_runs_page_takes_diagnoses_in(net: tt.YNet, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = entry_of(diagnose(net, tt.data.open("digits"), limit=40, trial=32))
+    (tmp_path / "diagnosis.json").write_text(json.dumps({"diagnoses": [found]}))
+    make_benchmark(tmp_path / "run", gradual=False, corruptions=("fog", "frost"))
+    arguments = ["report", str(tmp_path / "run"), "--out", str(tmp_path / "report"), "--format", "html"]
+    assert run_command([*arguments, "--diagnosis", str(tmp_path / "diagnosis.json")]) == 0
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "<h2>Diagnosis of digits</h2>" in page
+    assert found["verdict"]["headline"] in page
+    capsys.readouterr()
+    assert run_command([*arguments, "--diagnosis", str(tmp_path / "none.json")]) == 1
+    assert capsys.readouterr().err.startswith("error: ")

@@ -18,7 +18,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from testtime import augment, corruptions, data, networks, tasks
 from testtime.adapt import Adapter, Episodic, Fixed, Online, Prediction, Settings
+from testtime.analysis import Correlation, gradient_correlation
 from testtime.augment import CropFlip, ResizedCropFlip
+from testtime.diagnose import Diagnosis, diagnose, find_reference
 from testtime.evaluate import Flips, Record, error, evaluate, flips, running_error
 from testtime.networks import Card, CheckpointError, YNet, load, resnet18, resnet26, resnet50, shipped, split
 from testtime.randomness import Draws
@@ -35,7 +37,9 @@ __all__ = [
     "Adapter",
     "Card",
     "CheckpointError",
+    "Correlation",
     "CropFlip",
+    "Diagnosis",
     "Draws",
     "Episodic",
     "Fixed",
@@ -55,9 +59,12 @@ __all__ = [
     "augment",
     "corruptions",
     "data",
+    "diagnose",
     "error",
     "evaluate",
+    "find_reference",
     "flips",
+    "gradient_correlation",
     "load",
     "networks",
     "resnet18",

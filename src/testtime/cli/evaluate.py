@@ -211,6 +211,9 @@ def report(
     data_root: Annotated[
         Path | None, typer.Option(help="Where data sets are, for sample pictures.", show_default="$TESTTIME_DATA")
     ] = None,
+    diagnosis: Annotated[
+        Path | None, typer.Option(help="What testtime diagnose wrote, for the page.", show_default=False)
+    ] = None,
 ) -> None:
     """Make tables, figures and a page of evaluation runs.
 
@@ -226,9 +229,11 @@ def report(
     """
     from rich.console import Console
 
+    from testtime.report.diagnosis import as_sections, read_diagnoses
     from testtime.report.publish import publish, read_formats
     from testtime.report.run_tables import explain, terminal
 
+    words = as_sections(read_diagnoses(diagnosis)) if diagnosis is not None else []
     with as_bad_arguments():
         chosen = read_formats(formats)
     measure = "accuracy" if accuracy else "error"
@@ -242,6 +247,7 @@ def report(
             paper=paper,
             seed=seed,
             root=data_root,
+            words=words,
             command=command,
             progress=show,
         )
