@@ -55,7 +55,7 @@ class Trainer:
         self.steps = source.count // self.batch
         if self.batch % world():
             raise ValueError(f"`batch` ({self.batch}) must be a multiple of the {world()} processes.")
-        self.outputs = self._try()
+        self.outputs, self.shape = self._try()
         self.parameters = {
             name: parameter
             for name, parameter in net.named_parameters()
@@ -66,7 +66,7 @@ class Trainer:
         self.precision: Precision = "bf16" if recipe.bf16 else "fp32"
         self.model: YNet | Replica = net
         if self._replica_fits():
-            example = Draws.of(0, torch.arange(2, device=self.device)).uniform(*source.shape)
+            example = Draws.of(0, torch.arange(2, device=self.device)).uniform(*self.shape)
             with arithmetic(self.precision, self.device):
                 self.model = Replica(net, self.method.parts, example, check_precision(self.precision))
         self.optimizer = torch.optim.SGD(
@@ -265,8 +265,8 @@ class Trainer:
             gradient.copy_(mean.view_as(gradient))
 
     @torch.no_grad()
-    def _try(self) -> int:
-        """How many classes the network tells apart; finds out early whether network, images and task fit."""
+    def _try(self) -> tuple[int, tuple[int, ...]]:
+        """How many classes the network tells apart, and the shape of what it sees; finds out early whether all fits."""
         example = self.pools[0].take(torch.zeros(1, dtype=torch.int64, device=self.device))
         self.net.eval()
         key = Draws.of(0, torch.zeros(1, dtype=torch.int64, device=self.device))
@@ -282,4 +282,4 @@ class Trainer:
                 f"The network's self-supervised branch has {outputs} outputs, "
                 f"the task {self.task.name!r} needs {self.task.outputs}."
             )
-        return classes
+        return classes, tuple(example.shape[1:])
