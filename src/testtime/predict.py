@@ -52,7 +52,7 @@ class Answer:
 
 
 def default_network() -> str:
-    """The shipped network to use when none is named: the one trained jointly on CIFAR-10 if it is there, else the first.
+    """The shipped network to use when none is named: the joint CIFAR-10 one if it is there, else the first.
 
     Raises:
         CheckpointError: None ships.
