@@ -165,7 +165,7 @@ def draw(joined: Joined) -> list[Drawing]:
                     improvement[usable],
                     name=f"gradients-{method}-{key.replace('.', '-').replace('_', '-')}",
                     title=f"{PREDICTORS[key]} against the improvement of {method}",
-                    x_label=f"{PREDICTORS[key]} of the two gradients",
+                    x_label=f"the two gradients: {PREDICTORS[key]}",
                     y_label=f"improvement of {method}, points",
                     colour=method,
                 )

@@ -82,8 +82,15 @@ def render_page(document: Mapping[str, Any]) -> str:
         document=document,
         entries=list(zip(entries, [None if one is None else Markup(one.svg()) for one in layers], strict=True)),
         agreement=None if drawing is None else Markup(drawing.svg()),
-        headline=entries[0]["verdict"]["headline"] if len(entries) == 1 else f"{len(entries)} sets of images",
+        headline=_headline(entries),
     )
+
+
+def _headline(entries: Sequence[Mapping[str, Any]]) -> str:
+    if len(entries) == 1:
+        return entries[0]["verdict"]["headline"]
+    helps = sum(entry["verdict"]["kind"] == "helps" for entry in entries)
+    return f"Adaptation is likely to help on {helps or 'none'} of {len(entries)} sets"
 
 
 def draw_agreement(entries: Sequence[Mapping[str, Any]]) -> Drawing | None:
