@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -128,7 +129,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     options = parser.parse_args()
     count, repeats = (32, 3) if options.quick else (128, 5)
-    machine = describe_machine(torch.device("cpu"))
+    machine = describe_machine(torch.device("cpu")) | {"load_at_start": os.getloadavg()[0]}
     print(", ".join(f"{key} {value}" for key, value in machine["hardware"].items()))
     rows = run("resnet26", resnet26(), (3, 32, 32), count, repeats)
     rows += run("resnet8", resnet26(depth=8, channels=1, size=16), (1, 16, 16), 4 * count, repeats)
