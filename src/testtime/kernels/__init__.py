@@ -14,9 +14,9 @@ with their channels last, `(S·B, H, W, C)`.
 Filters stay float32 in memory and are rounded to the images' dtype as they are read. Products of bfloat16 images are
 summed in float32; products of float32 images are taken in TF32, so exact float32 is not for `convolve` but for cuDNN.
 
-tiles.py has them all, in Triton. convolution.cu has the case that matters most, bfloat16 images of as many channels in
-as out and stride 1, in CUDA C++, where a tile can stay in shared memory for all nine taps; native.py compiles it with
-NVRTC, which comes with torch.
+tiles.py has them all, in Triton. convolution.cu has the case that matters most, as many channels in as out and stride
+1, in CUDA C++, where a tile can stay in shared memory for all nine taps; native.py compiles it with NVRTC, which comes
+with torch. tests/test_kernels.py runs it on a CPU.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Convolve(torch.autograd.Function):
         y = channels_last(x, images, weight.shape[1], *out)
         if plus is not None:
             plus = plus.contiguous(memory_format=torch.channels_last)
-        kind = native if native.fits(x, weight, stride, padding) else tiles
+        kind = native if native.convolves(x, weight, stride, padding) else tiles
         kind.convolve(x, weight, y, stride, padding, plus, transposed=False)
         return y
 
@@ -76,12 +76,14 @@ class _Convolve(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = grads[0].contiguous(memory_format=torch.channels_last)
-        kind = native if native.fits(x, weight, ctx.stride, ctx.padding) else tiles
+        given = x, weight, ctx.stride, ctx.padding
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = channels_last(x, *x.shape)
+            kind = native if native.convolves(*given) else tiles
             kind.convolve(grad, weight, grad_x, ctx.stride, ctx.padding, None, transposed=True)
         if ctx.needs_input_grad[1]:
+            kind = native if native.gives_gradient(*given) else tiles
             grad_weight = kind.filter_gradient(x, grad, weight, ctx.stride, ctx.padding)
         return grad_x, grad_weight, None, None, grad if ctx.needs_input_grad[4] else None
 

@@ -1,92 +1,104 @@
 // 3×3 convolutions of few channels, and their gradients by the filters, for many replicas at once.
 //
-// Images are bfloat16 with their channels last, (S·B, H, W, C); filters float32, (S, 3, 3, C, C). A block of four warps
-// works for one replica. It keeps its share of the filters in registers and goes through tiles of whole rows of pixels:
-// a tile comes into shared memory once, with a rim of one pixel, while the last one is computed; all nine taps read it
-// there, each at its own constant offset. A pixel takes 16 bytes more than its channels need, so that the eight rows a
-// matrix load reads at a time lie in different banks.
+// Images have their channels last, (S·B, H, W, C), and are bfloat16, or float32 that is rounded to TF32 as it is read;
+// filters are float32, (S, 3, 3, C, C); sums are taken in float32. A block of four warps works for one replica. It keeps
+// its share of the filters in registers and goes through tiles of whole rows of pixels: a tile comes into shared memory
+// once, with a rim of one pixel, while the last one is computed; all nine taps read it there, each at its own constant
+// offset. A pixel takes some bytes more than its channels need, so that what is read at a time lies in different banks.
 
 typedef unsigned short bf16;
 
 constexpr int THREADS = 128;
 
-__device__ __forceinline__ unsigned shared_address(const void* place) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(place));
-}
-
-// 16 bytes from global to shared memory, or 16 zeros.
-__device__ __forceinline__ void fetch(unsigned to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0));
-}
-
-__device__ __forceinline__ void fetched() { asm volatile("cp.async.commit_group;"); }
-
-template <int PENDING>
-__device__ __forceinline__ void await() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING));
-}
-
-__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(from));
-}
-
-__device__ __forceinline__ void load_transposed(unsigned (&to)[4], unsigned from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(from));
-}
-
-// sums (16×8) += a (16×16) b (16×8)
-__device__ __forceinline__ void multiply(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ unsigned pack(float low, float high) {
-    unsigned both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-
 __device__ __forceinline__ float low(unsigned both) { return __uint_as_float(both << 16); }
 __device__ __forceinline__ float high(unsigned both) { return __uint_as_float(both & 0xffff0000u); }
 
+// What differs between the two kinds of numbers. A product takes 32 bytes of a pixel's channels in either.
+template <typename T>
+struct Kind;
+
+template <>
+struct Kind<bf16> {
+    static constexpr int DEPTH = 16;  // channels in a product
+    static constexpr int HEIGHT = 4;  // products below each other that a warp sums at a time
+
+    // What thread t of four holds of the k-th half of the second factor, whose rows lie `next` numbers apart.
+    static __device__ __forceinline__ unsigned factor(const float* first, int next, int t, int k) {
+        const float* at = first + (k * 8 + t * 2) * next;
+        return pack(at[0], at[next]);
+    }
+    static __device__ __forceinline__ void round(unsigned (&)[4]) {}
+    static __device__ __forceinline__ void add(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+        multiply(sums, a, b0, b1);
+    }
+    static __device__ __forceinline__ void plus(float (&four)[4], const bf16* from) {
+        uint2 other = *reinterpret_cast<const uint2*>(from);
+        four[0] += low(other.x), four[1] += high(other.x), four[2] += low(other.y), four[3] += high(other.y);
+    }
+    static __device__ __forceinline__ void store(bf16* to, const float (&four)[4]) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(pack(four[0], four[1]), pack(four[2], four[3]));
+    }
+};
+
+template <>
+struct Kind<float> {
+    static constexpr int DEPTH = 8;
+    static constexpr int HEIGHT = 2;
+
+    static __device__ __forceinline__ unsigned factor(const float* first, int next, int t, int k) {
+        return tf32(first[(k * 4 + t) * next]);
+    }
+    static __device__ __forceinline__ void round(unsigned (&numbers)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) numbers[i] = tf32(__uint_as_float(numbers[i]));
+    }
+    static __device__ __forceinline__ void add(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+        multiply_tf32(sums, a, b0, b1);
+    }
+    static __device__ __forceinline__ void plus(float (&four)[4], const float* from) {
+        float4 other = *reinterpret_cast<const float4*>(from);
+        four[0] += other.x, four[1] += other.y, four[2] += other.z, four[3] += other.w;
+    }
+    static __device__ __forceinline__ void store(float* to, const float (&four)[4]) {
+        *reinterpret_cast<float4*>(to) = make_float4(four[0], four[1], four[2], four[3]);
+    }
+};
+
 // A tile of ROWS rows with its rim, as it lies in shared memory: CHANNELS of the C channels of an image.
-template <int CHANNELS, int C, int W, int ROWS>
+template <typename T, int CHANNELS, int C, int W, int ROWS, int SPARE>
 struct Rimmed {
-    static constexpr int PIXEL = CHANNELS * 2 + 16;
+    static constexpr int PIECE = 16 / sizeof(T);  // numbers in the 16 bytes that are fetched at a time
+    static constexpr int PIXEL = CHANNELS * sizeof(T) + SPARE;
     static constexpr int LINE = (W + 2) * PIXEL;
     static constexpr int BYTES = (ROWS + 2) * LINE;
-    static constexpr int PIECES = (ROWS + 2) * (W + 2) * (CHANNELS / 8);
+    static constexpr int PIECES = (ROWS + 2) * (W + 2) * (CHANNELS / PIECE);
     static constexpr int TURNS = (PIECES + THREADS - 1) / THREADS;
 
-    static __device__ __forceinline__ void load(unsigned to, const bf16* image, int first, int height) {
+    static __device__ __forceinline__ void load(unsigned to, const T* image, int first, int height) {
 #pragma unroll
         for (int turn = 0; turn < TURNS; ++turn) {
             int piece = turn * THREADS + threadIdx.x;
-            int pixel = piece / (CHANNELS / 8), part = piece % (CHANNELS / 8);
+            int pixel = piece / (CHANNELS / PIECE), part = piece % (CHANNELS / PIECE);
             int line = pixel / (W + 2), row = first + line - 1, column = pixel % (W + 2) - 1;
             bool inside = row >= 0 && row < height && column >= 0 && column < W;
-            const bf16* from = inside ? image + (row * W + column) * C + part * 8 : image;
+            const T* from = inside ? image + (row * W + column) * C + part * PIECE : image;
             if (TURNS * THREADS == PIECES || piece < PIECES) fetch(to + pixel * PIXEL + part * 16, from, inside);
         }
     }
 };
 
 // y = x ∗ w (+ plus). Backward, x is the gradient by the output and y that by the input.
-template <int C, int W, bool BACKWARD, bool PLUS>
+template <typename T, int C, int W, bool BACKWARD, bool PLUS>
 __global__ void __launch_bounds__(THREADS)
-convolve(const bf16* __restrict__ x, const float* __restrict__ w, const bf16* __restrict__ plus, bf16* __restrict__ y,
-         int images, int height, int w_stride) {
-    constexpr int GROUPS = C / 16;                // a warp has 16 of the outputs …
-    constexpr int PIXELS = 64 * (4 / GROUPS);     // … and 64 of a tile's pixels
+convolve(const T* __restrict__ x, const float* __restrict__ w, const T* __restrict__ plus, T* __restrict__ y, int images,
+         int height, int w_stride) {
+    using Number = Kind<T>;
+    constexpr int HEIGHT = Number::HEIGHT;
+    constexpr int GROUPS = C / 16;                         // a warp has 16 of the outputs …
+    constexpr int PIXELS = 16 * HEIGHT * (4 / GROUPS);     // … and 16 · HEIGHT of a tile's pixels
     constexpr int ROWS = PIXELS / W;
-    constexpr int STEPS = C / 16;
-    using Tile = Rimmed<C, C, W, ROWS>;
+    constexpr int STEPS = C / Number::DEPTH;
+    using Tile = Rimmed<T, C, C, W, ROWS, 16>;
     __shared__ __align__(128) unsigned char memory[2][Tile::BYTES];
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp % GROUPS, part = warp / GROUPS;
@@ -112,16 +124,16 @@ convolve(const bf16* __restrict__ x, const float* __restrict__ w, const bf16* __
             for (int half = 0; half < 2; ++half)
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
-                    int out = group * 16 + (g >> 1) * 4 + half * 2 + (g & 1), in = step * 16 + k * 8 + t * 2;
-                    const float* at = BACKWARD ? w + ((8 - tap) * C + out) * C + in : w + (tap * C + in) * C + out;
-                    filters[tap][step][half][k] = pack(at[0], at[BACKWARD ? 1 : C]);
+                    int out = group * 16 + (g >> 1) * 4 + half * 2 + (g & 1), in = step * Number::DEPTH;
+                    const float* first = BACKWARD ? w + ((8 - tap) * C + out) * C + in : w + (tap * C + in) * C + out;
+                    filters[tap][step][half][k] = Number::factor(first, BACKWARD ? 1 : C, t, k);
                 }
 
     // Where this lane's row of the first product lies, for the tap at the upper left.
-    int offsets[4];
+    int offsets[HEIGHT];
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-        int pixel = part * 64 + m * 16 + lane % 16;
+    for (int m = 0; m < HEIGHT; ++m) {
+        int pixel = (part * HEIGHT + m) * 16 + lane % 16;
         offsets[m] = pixel / W * Tile::LINE + pixel % W * Tile::PIXEL + lane / 16 * 16;
     }
 
@@ -132,49 +144,86 @@ convolve(const bf16* __restrict__ x, const float* __restrict__ w, const bf16* __
         fetched();
         await<1>();
         __syncthreads();
-        float sums[4][2][4] = {};
+        float sums[HEIGHT][2][4] = {};
 #pragma unroll
         for (int tap = 0; tap < 9; ++tap)
 #pragma unroll
             for (int step = 0; step < STEPS; ++step)
 #pragma unroll
-                for (int m = 0; m < 4; ++m) {
+                for (int m = 0; m < HEIGHT; ++m) {
                     unsigned pixels[4];
                     load_matrices(pixels, here + offsets[m] + tap / 3 * Tile::LINE + tap % 3 * Tile::PIXEL + step * 32);
+                    Number::round(pixels);
 #pragma unroll
                     for (int half = 0; half < 2; ++half)
-                        multiply(sums[m][half], pixels, filters[tap][step][half][0], filters[tap][step][half][1]);
+                        Number::add(sums[m][half], pixels, filters[tap][step][half][0], filters[tap][step][half][1]);
                 }
-        const long long first = ((long long)(tile / across) * height + tile % across * ROWS) * W + part * 64;
+        const long long first = ((long long)(tile / across) * height + tile % across * ROWS) * W + part * HEIGHT * 16;
 #pragma unroll
-        for (int m = 0; m < 4; ++m)
+        for (int m = 0; m < HEIGHT; ++m)
 #pragma unroll
             for (int below = 0; below < 2; ++below) {
                 long long at = (first + m * 16 + below * 8 + g) * C + group * 16 + t * 4;
-                float a = sums[m][0][below * 2], b = sums[m][0][below * 2 + 1];
-                float c = sums[m][1][below * 2], d = sums[m][1][below * 2 + 1];
-                if (PLUS) {
-                    uint2 other = *reinterpret_cast<const uint2*>(plus + at);
-                    a += low(other.x), b += high(other.x), c += low(other.y), d += high(other.y);
-                }
-                *reinterpret_cast<uint2*>(y + at) = make_uint2(pack(a, b), pack(c, d));
+                float four[4] = {sums[m][0][below * 2], sums[m][0][below * 2 + 1], sums[m][1][below * 2],
+                                 sums[m][1][below * 2 + 1]};
+                if (PLUS) Number::plus(four, plus + at);
+                Number::store(y + at, four);
             }
         __syncthreads();
     }
 }
 
+// The two factors of the gradient by the filters, out of shared memory: 16 input channels × pixels, pixels × 16 outputs.
+// `from` is the first pixel's first channel of interest, `at(i)` the offset of the i-th pixel.
+template <typename T>
+struct Factors;
+
+template <>
+struct Factors<bf16> {
+    static constexpr int DEPTH = 16;  // pixels in a product
+    static constexpr int SPARE = 16;
+
+    template <typename At>
+    static __device__ __forceinline__ void left(unsigned (&to)[4], unsigned from, int lane, At at) {
+        load_transposed(to, from + at(lane / 16 * 8 + lane % 8) + lane / 8 % 2 * 16);
+    }
+    template <typename At>
+    static __device__ __forceinline__ void right(unsigned (&to)[4], unsigned from, int lane, At at) {
+        load_transposed(to, from + at(lane / 8 % 2 * 8 + lane % 8) + lane / 16 * 16);
+    }
+};
+
+template <>
+struct Factors<float> {
+    static constexpr int DEPTH = 8;
+    static constexpr int SPARE = 32;
+
+    template <typename At>
+    static __device__ __forceinline__ void left(unsigned (&to)[4], unsigned from, int lane, At at) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[i] = tf32(load_shared(from + at(i / 2 * 4 + lane % 4) + (i % 2 * 8 + lane / 4) * 4));
+    }
+    template <typename At>
+    static __device__ __forceinline__ void right(unsigned (&to)[4], unsigned from, int lane, At at) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[i] = tf32(load_shared(from + at(i % 2 * 4 + lane % 4) + (i / 2 * 8 + lane / 4) * 4));
+    }
+};
+
 // The gradient by the filters, as partial sums (gridDim.x, S, 3, 3, C, C): over this block's tiles, for 16 of the inputs.
-template <int C, int W>
+template <typename T, int C, int W>
 __global__ void __launch_bounds__(THREADS)
-filter_gradient(const bf16* __restrict__ x, const bf16* __restrict__ gradient, float* __restrict__ partial, int images,
+filter_gradient(const T* __restrict__ x, const T* __restrict__ gradient, float* __restrict__ partial, int images,
                 int height) {
+    using Factor = Factors<T>;
     constexpr int GROUPS = C / 16;                  // a warp has 16 of the outputs …
     constexpr int SHARES = 4 / GROUPS;              // … and one of so many shares of the pixels
-    constexpr int PIXELS = C == 64 ? 64 : 128;
+    constexpr int PIXELS = (C == 64 ? 128 : 256) / sizeof(T);
     constexpr int ROWS = PIXELS / W;
-    constexpr int STEPS = PIXELS / 16 / SHARES;
-    constexpr int PIXEL = C * 2 + 16;
-    using Tile = Rimmed<16, C, W, ROWS>;
+    constexpr int STEPS = PIXELS / Factor::DEPTH / SHARES;
+    constexpr int PIXEL = C * sizeof(T) + Factor::SPARE;
+    constexpr int PIECE = 16 / sizeof(T);
+    using Tile = Rimmed<T, 16, C, W, ROWS, Factor::SPARE>;
     constexpr int BYTES = Tile::BYTES + PIXELS * PIXEL;
     __shared__ __align__(128) unsigned char memory[2][BYTES];
 
@@ -187,18 +236,18 @@ filter_gradient(const bf16* __restrict__ x, const bf16* __restrict__ gradient, f
 
     auto load = [&](unsigned to, int tile) {
         Tile::load(to, x + (long long)(tile / across) * height * W * C, tile % across * ROWS, height);
-        const bf16* from = gradient + ((long long)(tile / across) * height + tile % across * ROWS) * W * C;
+        const T* from = gradient + ((long long)(tile / across) * height + tile % across * ROWS) * W * C;
 #pragma unroll
-        for (int turn = 0; turn < PIXELS * (C / 8) / THREADS; ++turn) {
+        for (int turn = 0; turn < PIXELS * (C / PIECE) / THREADS; ++turn) {
             int piece = turn * THREADS + threadIdx.x;
-            fetch(to + Tile::BYTES + piece / (C / 8) * PIXEL + piece % (C / 8) * 16, from + piece * 8, true);
+            unsigned at = piece / (C / PIECE) * PIXEL + piece % (C / PIECE) * 16;
+            fetch(to + Tile::BYTES + at, from + piece * PIECE, true);
         }
     };
 
     if (begin < end) load(base, begin);
     fetched();
     float sums[9][2][4] = {};
-    const int row = lane % 8, matrix = lane / 8;
     for (int tile = begin; tile < end; ++tile) {
         const unsigned here = base + (tile - begin) % 2 * BYTES, there = base + (tile - begin + 1) % 2 * BYTES;
         if (tile + 1 < end) load(there, tile + 1);
@@ -207,17 +256,18 @@ filter_gradient(const bf16* __restrict__ x, const bf16* __restrict__ gradient, f
         __syncthreads();
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            const int first = (share * STEPS + step) * 16;
+            const int first = (share * STEPS + step) * Factor::DEPTH;
             unsigned right[4];
-            load_transposed(right, here + Tile::BYTES + (first + matrix % 2 * 8 + row) * PIXEL + group * 32 + matrix / 2 * 16);
-            const int pixel = first + matrix / 2 * 8 + row;
-            const unsigned corner = here + pixel / W * Tile::LINE + pixel % W * Tile::PIXEL + matrix % 2 * 16;
+            Factor::right(right, here + Tile::BYTES + group * 16 * sizeof(T), lane,
+                          [&](int pixel) { return (first + pixel) * PIXEL; });
 #pragma unroll
             for (int tap = 0; tap < 9; ++tap) {
                 unsigned left[4];
-                load_transposed(left, corner + tap / 3 * Tile::LINE + tap % 3 * Tile::PIXEL);
-                multiply(sums[tap][0], left, right[0], right[1]);
-                multiply(sums[tap][1], left, right[2], right[3]);
+                Factor::left(left, here + tap / 3 * Tile::LINE + tap % 3 * Tile::PIXEL, lane, [&](int pixel) {
+                    return (first + pixel) / W * Tile::LINE + (first + pixel) % W * Tile::PIXEL;
+                });
+                Kind<T>::add(sums[tap][0], left, right[0], right[1]);
+                Kind<T>::add(sums[tap][1], left, right[2], right[3]);
             }
         }
         __syncthreads();

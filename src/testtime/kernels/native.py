@@ -13,23 +13,36 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("convolution.cu")
+_FOLDER = Path(__file__).parent
+_SOURCES = ("instructions.cu", "convolution.cu")
 _THREADS = 128
-# How many blocks of a kernel run side by side on the chip, by the number of channels: their registers decide.
-_CONVOLVE = {16: 4, 32: 3, 64: 2}
+_NUMBERS = {torch.bfloat16: "unsigned short", torch.float32: "float"}
+# How many blocks of a kernel run side by side on a multiprocessor, by the channels: their registers decide.
+_CONVOLVE = {(torch.bfloat16, 16): 4, (torch.bfloat16, 32): 3, (torch.bfloat16, 64): 2}
+_CONVOLVE |= {(torch.float32, 16): 3, (torch.float32, 32): 2}
 _GRADIENT = 3
 
 
-def fits(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
-    """Whether these kernels can take a convolution of x `(S·B, C, H, W)` with weights `(S, C, C, 3, 3)`."""
+def convolves(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
+    """Whether `convolve` can take images x `(S·B, C, H, W)`, bfloat16 or float32, and weights `(S, C, C, 3, 3)`."""
+    kind = x.dtype, x.shape[1]
+    return kind in _CONVOLVE and _fits(x, weight, stride, padding, _convolve_pixels(*kind))
+
+
+def gives_gradient(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
+    """Whether `filter_gradient` can take them."""
+    kind = x.dtype, x.shape[1]
+    known = x.dtype in _NUMBERS and x.shape[1] in (16, 32, 64)
+    return known and _fits(x, weight, stride, padding, _gradient_pixels(*kind))
+
+
+def _fits(x: Tensor, weight: Tensor, stride: int, padding: int, pixels: int) -> bool:
     channels, (height, width) = x.shape[1], x.shape[2:]
     return (
-        x.dtype == torch.bfloat16
-        and stride == padding == 1
+        stride == padding == 1
         and weight.shape[1] == weight.shape[2] == channels
-        and channels in _CONVOLVE
         and width in (8, 16, 32)
-        and height % (_pixels(channels) // width) == 0
+        and height % (pixels // width) == 0
         and x.numel() < 2**31
         and _works()
     )
@@ -41,9 +54,10 @@ def convolve(
     """Write the convolution of x, plus something, to y; transposed, x is the gradient by what would be the output."""
     replicas, channels, images = len(weight), x.shape[1], len(x) // len(weight)
     height, width = x.shape[2:]
-    kernel = _kernel(f"convolve<{channels}, {width}, {_word(transposed)}, {_word(plus is not None)}>", x.device.index)
-    tiles = images * height * width // _pixels(channels)
-    blocks = _share(_CONVOLVE[channels], replicas, tiles, x.device)
+    form = f"{_NUMBERS[x.dtype]}, {channels}, {width}, {_word(transposed)}, {_word(plus is not None)}"
+    kernel = _kernel(f"convolve<{form}>", x.device.index)
+    tiles = images * height * width // _convolve_pixels(x.dtype, channels)
+    blocks = _share(_CONVOLVE[x.dtype, channels], replicas, tiles, x.device)
     kernel((blocks, replicas, 1), x, weight, x if plus is None else plus, y, images, height, weight.stride(0))
 
 
@@ -51,18 +65,23 @@ def filter_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, paddin
     """The gradient by the filters, of their shape."""
     replicas, channels, images = len(weight), x.shape[1], len(x) // len(weight)
     height, width = x.shape[2:]
-    kernel = _kernel(f"filter_gradient<{channels}, {width}>", x.device.index)
+    kernel = _kernel(f"filter_gradient<{_NUMBERS[x.dtype]}, {channels}, {width}>", x.device.index)
     slices = channels // 16
-    tiles = images * height * width // min(128, _pixels(channels))
+    tiles = images * height * width // _gradient_pixels(x.dtype, channels)
     blocks = _share(_GRADIENT, replicas * slices, tiles, x.device)
     partial = torch.empty(blocks, replicas, 3, 3, channels, channels, dtype=torch.float32, device=x.device)
     kernel((blocks, replicas, slices), x, grad, partial, images, height)
     return (partial[0] if blocks == 1 else partial.sum(0)).permute(0, 4, 3, 1, 2)
 
 
-def _pixels(channels: int) -> int:
-    """Pixels in a tile of `convolve`; `filter_gradient` takes at most 128."""
-    return 64 * (4 // (channels // 16))
+def _convolve_pixels(dtype: torch.dtype, channels: int) -> int:
+    """Pixels in a tile of `convolve`."""
+    return (64 if dtype == torch.bfloat16 else 32) * (4 // (channels // 16))
+
+
+def _gradient_pixels(dtype: torch.dtype, channels: int) -> int:
+    """Pixels in a tile of `filter_gradient`."""
+    return (128 if channels == 64 else 256) // dtype.itemsize
 
 
 def _share(side_by_side: int, rows: int, tiles: int, device: torch.device) -> int:
@@ -81,9 +100,9 @@ def _works() -> bool:
     if torch.version.cuda is None or torch.cuda.get_device_capability() < (8, 0):
         return False
     try:
-        _kernel("convolve<16, 32, false, false>", torch.cuda.current_device())
+        _kernel("convolve<unsigned short, 16, 32, false, false>", torch.cuda.current_device())
     except (RuntimeError, OSError) as error:
-        log.warning("%s cannot be compiled, so Triton's kernels are used: %s", _SOURCE.name, error)
+        log.warning("convolution.cu cannot be compiled, so Triton's kernels are used: %s", error)
         return False
     return True
 
@@ -127,7 +146,8 @@ def compile_kernel(name: str, architecture: str) -> tuple[bytes, bytes]:
     """
     nvrtc = _find_nvrtc()
     program, size, symbol = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_char_p()
-    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), _SOURCE.read_bytes(), b"", 0, None, None), "reading", name)
+    source = b"\n".join((_FOLDER / file).read_bytes() for file in _SOURCES)
+    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"", 0, None, None), "reading", name)
     nvrtc.nvrtcAddNameExpression(program, name.encode())
     options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
     failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
