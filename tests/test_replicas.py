@@ -131,6 +131,12 @@ def test_replicas_answer_as_separate_networks(name: str) -> None:
         assert not torch.allclose(logits[0], nets[1](images[0]), atol=1e-3)  # they do differ
 
 
+def gradients_alone(net: YNet, images: Tensor) -> dict[str, Tensor]:
+    """The gradients of some function of both answers, in float64."""
+    (net(images).square().sum() + net.self_supervise(images).sin().sum()).backward()
+    return {key: parameter.grad.double() for key, parameter in net.named_parameters() if parameter.grad is not None}
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", ANSWERING)
 def test_replicas_have_the_gradients_and_statistics_of_separate_networks(name: str, training: bool) -> None:
@@ -146,13 +152,15 @@ def test_replicas_have_the_gradients_and_statistics_of_separate_networks(name: s
     assert all(gradient.abs().sum() > 0 for gradient in gradients.values() if gradient.numel() > 100)
     for s, one in enumerate(nets):
         one.train(training)
-        (one(images[s]).square().sum() + one.self_supervise(images[s]).sin().sum()).backward()
-        own = dict(one.named_parameters())
-        scale = max(float(p.grad.abs().max()) for p in own.values() if p.grad is not None)
+        exact, rounded = (
+            gradients_alone(copy.deepcopy(one).to(d), images[s].to(d)) for d in (torch.float64, torch.float32)
+        )
+        one(images[s]), one.self_supervise(images[s])  # for its statistics
+        scale = max(float(gradient.abs().max()) for gradient in exact.values())
+        # Few images make Batch Normalization amplify rounding: what the network alone suffers is allowed here too.
+        noise = max(float((rounded[key] - exact[key]).abs().max()) for key in exact)
         for key, gradient in gradients.items():
-            expected = own[key].grad
-            assert expected is not None
-            assert torch.allclose(gradient[s], expected, atol=1e-4 * scale, rtol=1e-3), key
+            assert torch.allclose(gradient[s].double(), exact[key], atol=1e-4 * scale + 2 * noise, rtol=1e-3), key
         for key, buffer in one.named_buffers():
             if key in replicas.tensors:
                 assert torch.allclose(replicas.tensors[key][s], buffer, atol=1e-5, rtol=1e-4), key
@@ -208,11 +216,13 @@ def check_steps(
     with torch.no_grad():
         logits, again = together(images), shuffled(images[order])
     assert torch.allclose(again, logits[order], atol=tolerance, rtol=0)
+    far = 0
     for s in range(count):
         alone = learn_alone(net, images[s], targets[s], steps, optimizer)(images[s])
-        assert torch.allclose(logits[s], alone, atol=tolerance, rtol=0)
+        far += not torch.allclose(logits[s], alone, atol=tolerance, rtol=0)
         least = tolerance / 2 if name == "flattening" else 10 * tolerance  # that one's features are small
         assert (alone - net(images[s])).abs().max() > least  # something was learned
+    assert far <= count // 50  # one in fifty may meet the corner of a ReLU so closely that rounding decides
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

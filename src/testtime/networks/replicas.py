@@ -6,29 +6,25 @@ one optimizer step moves all replicas and a row of the tensors is one replica.
 
 Inside, the replicas' batches stand one behind the other, `(S·B, C, H, W)`, and run through the network's own code: what
 a network does to each image by itself needs no change. Only layers with parameters are replaced by forms that use
-another set of them for each B images: convolution, GroupNorm, BatchNorm, LayerNorm, linear. A part with parameters
-anywhere else goes through `torch.func.vmap` instead. Which of the two is right is tried out on real numbers.
-
-On CUDA, convolution and GroupNorm have kernels of ours (testtime/kernels); elsewhere they are plain torch.
+another set of them for each B images (tall.py). A part with parameters anywhere else goes through `torch.func.vmap`
+instead. Which of the two is right is tried out on real numbers.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from testtime.capture import arithmetic
-from testtime.networks.resnet import AddingConv2d, GroupNormReLU
+from testtime.networks.tall import BatchNorm, Stacking, heighten, unknown_layer
 from testtime.networks.ynet import YNet
-from testtime.randomness import has_triton
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +68,8 @@ class Replicas:
                 self.parts[name] = _replicate(module, count, given, name)
             else:
                 self.parts[name] = _share(module, given, dtype)
+        modules = [module for part in self.parts.values() for module in part.modules()]
+        self._batch_norms = [m for m in modules if isinstance(m, (BatchNorm, nn.modules.batchnorm._BatchNorm))]
         self.tensors: dict[str, Tensor] = {}
         for name in parts:
             inner = self.parts[name].inner
@@ -113,10 +111,8 @@ class Replicas:
 
         Nothing else has a mode here: dropout, whose noise would not be a function of the sample, stays off.
         """
-        for part in self.parts.values():
-            for module in part.modules():
-                if isinstance(module, (_BatchNorm, nn.modules.batchnorm._BatchNorm)):
-                    module.training = training
+        for module in self._batch_norms:
+            module.training = training
 
     def parameters(self, parts: Iterable[Part]) -> dict[str, Tensor]:
         """The stacked parameters `(S, ...)` of some parts by name, without buffers."""
@@ -210,7 +206,7 @@ class _Tall(nn.Module):
 
     def __init__(self, module: nn.Module, count: int) -> None:
         super().__init__()
-        self.inner = _heighten(module, _Stacking(count))
+        self.inner = heighten(module, Stacking(count))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(_join(x)).unflatten(0, x.shape[:2])
@@ -228,7 +224,7 @@ class _Mapped(nn.Module):
         super().__init__()
         self.template = [module]  # in a list: its own tensors are only placeholders and not part of the state
         self.inner = copy.deepcopy(module)
-        stack = _Stacking(count)
+        stack = Stacking(count)
         for owner in self.inner.modules():
             for tensors in (owner._parameters, owner._buffers):
                 for name, tensor in tensors.items():
@@ -250,33 +246,14 @@ class _Mapped(nn.Module):
             return vmap(one, randomness="different")(state, x.contiguous())
 
 
-class _Stacking:
-    """Makes stacked tensors `(S, *shape)` of a module's tensors; what was one tensor in two places stays one."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.made: dict[int, tuple[Tensor, Any]] = {}
-        self.layers: dict[int, tuple[nn.Module, nn.Module]] = {}
-
-    def __call__(self, tensor: Tensor | None) -> Any:
-        if tensor is None:
-            return None
-        if id(tensor) not in self.made:
-            stacked = tensor.detach().unsqueeze(0).repeat(self.count, *[1] * tensor.dim())
-            if isinstance(tensor, nn.Parameter):
-                stacked = nn.Parameter(stacked, requires_grad=False)
-            self.made[id(tensor)] = tensor, stacked  # the original as well: its id must not be given away
-        return self.made[id(tensor)][1]
-
-
 def _share(module: nn.Module, inputs: Tensor | None, dtype: torch.dtype) -> _Tall | _Plain:
     """A part held once for all replicas: one replica that all their images go through."""
-    unfit = _unknown_layer(module) or (inputs is not None and _tall_is_wrong(module, inputs, count=1))
+    unfit = unknown_layer(module) or (inputs is not None and _tall_is_wrong(module, inputs, count=1))
     return _Plain(module, dtype) if unfit else _Tall(module, 1)
 
 
 def _replicate(module: nn.Module, count: int, inputs: Tensor | None, name: str) -> _Tall | _Mapped:
-    reason = _unknown_layer(module)
+    reason = unknown_layer(module)
     if reason is None and inputs is not None:
         reason = _tall_is_wrong(module, inputs, count=2)
     if reason is None:
@@ -310,191 +287,3 @@ def _tall_is_wrong(module: nn.Module, inputs: Tensor, count: int) -> str | None:
     if not torch.allclose(together, alone, rtol=1e-2, atol=1e-3 * float(alone.abs().max() + 1e-6)):
         return "one behind the other its replicas touch each other"
     return None
-
-
-class _Conv2d(nn.Module):
-    """Convolution with its own filters for every B images."""
-
-    def __init__(self, layer: nn.Conv2d, stack: _Stacking) -> None:
-        super().__init__()
-        self.weight, self.bias = stack(layer.weight), stack(layer.bias)  # (S, outputs, inputs / groups, k, k)
-        self.stride, self.dilation, self.groups = layer.stride, layer.dilation, layer.groups
-        self.padding: Any = layer.padding  # a pair or "same"
-
-    def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-        if _kernels_fit(self, x):
-            from testtime import kernels
-
-            return kernels.convolve(x, self.weight, self.stride[0], self.padding[0], shortcut)
-        y = self._convolve(x)
-        return y if shortcut is None else y + shortcut
-
-    def _convolve(self, x: Tensor) -> Tensor:
-        count = len(self.weight)
-        rest = self.stride, self.padding, self.dilation
-        weight = self.weight.to(x.dtype)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        if x.is_cuda and count > 1:  # one launch for all: replicas side by side in the channels, as groups
-            wide = x.unflatten(0, (count, -1)).transpose(0, 1).flatten(1, 2)
-            flat = None if bias is None else bias.flatten()
-            wide = F.conv2d(wide, weight.flatten(0, 1), flat, *rest, self.groups * count)
-            return wide.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
-        biases = [None] * count if bias is None else bias
-        pieces = zip(x.chunk(count), weight, biases, strict=True)
-        return _concatenate([F.conv2d(piece, w, b, *rest, self.groups) for piece, w, b in pieces])
-
-
-class _GroupNorm(nn.Module):
-    """GroupNorm, with ReLU behind it or not, with its own scale and shift for every B images."""
-
-    def __init__(self, layer: nn.GroupNorm, stack: _Stacking) -> None:
-        super().__init__()
-        self.weight, self.bias = stack(layer.weight), stack(layer.bias)
-        self.groups, self.eps, self.relu = layer.num_groups, layer.eps, isinstance(layer, GroupNormReLU)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if _kernels_fit(self, x):
-            from testtime import kernels
-
-            return kernels.group_norm(x, self.groups, self.weight, self.bias, self.eps, self.relu)
-        if x.is_cuda or self.weight is None:
-            y = _scale(F.group_norm(x, self.groups, eps=self.eps), self.weight, self.bias)
-        else:  # on a CPU, torch's own scale and shift save two passes over the images
-            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-            pieces = zip(x.chunk(len(weight)), weight, bias, strict=True)
-            y = _concatenate([F.group_norm(piece, self.groups, w, b, self.eps) for piece, w, b in pieces])
-        return F.relu_(y) if self.relu else y
-
-
-class _BatchNorm(nn.Module):
-    """BatchNorm with its own statistics for every B images."""
-
-    running_mean: Tensor
-    running_var: Tensor
-    num_batches_tracked: Tensor
-
-    def __init__(self, layer: nn.BatchNorm2d | nn.BatchNorm1d, stack: _Stacking) -> None:
-        super().__init__()
-        self.weight, self.bias = stack(layer.weight), stack(layer.bias)
-        for name, buffer in layer.named_buffers():
-            self.register_buffer(name, stack(buffer))
-        self.eps, self.momentum = layer.eps, layer.momentum
-
-    def forward(self, x: Tensor) -> Tensor:
-        count = len(self.running_mean)
-        if self.training:
-            self.num_batches_tracked += 1
-        wide = x.unflatten(0, (count, -1)).transpose(0, 1).flatten(1, 2)  # (B, S·C, ...)
-        mean, variance = self.running_mean.view(-1), self.running_var.view(-1)  # views: they are updated in place
-        weight, bias = (None if t is None else t.flatten() for t in (self.weight, self.bias))
-        wide = F.batch_norm(wide, mean, variance, weight, bias, self.training, self.momentum or 0.0, self.eps)
-        return wide.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
-
-
-class _LayerNorm(nn.Module):
-    """LayerNorm over the last axis with its own scale and shift for every B images."""
-
-    def __init__(self, layer: nn.LayerNorm, stack: _Stacking) -> None:
-        super().__init__()
-        self.weight, self.bias = stack(layer.weight), stack(layer.bias)
-        self.eps = layer.eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.layer_norm(x, x.shape[-1:], eps=self.eps)
-        return _scale(y, self.weight, self.bias, axis=-1)
-
-
-class _Linear(nn.Module):
-    """A linear layer with its own weights for every B images."""
-
-    def __init__(self, layer: nn.Linear, stack: _Stacking) -> None:
-        super().__init__()
-        self.weight, self.bias = stack(layer.weight), stack(layer.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        count, outputs, inputs = self.weight.shape
-        rows = x.reshape(count, -1, inputs)  # (S, B·…, inputs)
-        weight = self.weight.to(x.dtype).transpose(1, 2)
-        if self.bias is None:
-            y = rows @ weight
-        else:
-            y = torch.baddbmm(self.bias.to(x.dtype).unsqueeze(1), rows, weight)
-        return y.view(*x.shape[:-1], outputs)
-
-
-def _concatenate(pieces: list[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: int = 1) -> Tensor:
-    """x `(S·B, ...)` times weight plus bias, `(S, C)` each, along the channel axis."""
-    if weight is None:
-        return x
-    shape = [len(weight), 1] + [1] * (x.dim() - 1)
-    shape[axis if axis < 0 else axis + 1] = -1
-    y = x.unflatten(0, (len(weight), -1)) * weight.to(x.dtype).view(shape)
-    y = y if bias is None else y + bias.to(x.dtype).view(shape)
-    return y.flatten(0, 1)
-
-
-def _kernels_fit(layer: _Conv2d | _GroupNorm, x: Tensor) -> bool:
-    """Whether a layer has a CUDA kernel of ours for these inputs."""
-    if not x.is_cuda or not has_triton() or x.numel() >= 2**30:
-        return False
-    if isinstance(layer, _GroupNorm):
-        channels = x.shape[1]
-        return layer.weight is not None and channels <= 1024 and channels & (channels - 1) == 0
-    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return (
-        not exact
-        and layer.bias is None
-        and layer.groups == 1
-        and layer.dilation == (1, 1)
-        and not isinstance(layer.padding, str)
-        and layer.stride[0] == layer.stride[1]
-        and layer.padding[0] == layer.padding[1]
-        and layer.weight.shape[-2:] == (3, 3)
-        and max(layer.weight.shape[1:3]) <= 64
-    )
-
-
-_TALL: dict[type[nn.Module], Callable[..., nn.Module]] = {
-    nn.Conv2d: _Conv2d,
-    AddingConv2d: _Conv2d,
-    nn.GroupNorm: _GroupNorm,
-    GroupNormReLU: _GroupNorm,
-    nn.BatchNorm1d: _BatchNorm,
-    nn.BatchNorm2d: _BatchNorm,
-    nn.LayerNorm: _LayerNorm,
-    nn.Linear: _Linear,
-}
-
-
-def _unknown_layer(module: nn.Module) -> str | None:
-    """Why a module cannot take the tall form by its layers, or None if all with parameters are known."""
-    for name, layer in module.named_modules():
-        tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
-        if type(layer) not in _TALL:
-            if tensors:
-                return f"{name or 'the module itself'} ({type(layer).__name__}) has parameters of its own"
-            continue
-        if isinstance(layer, nn.Conv2d) and layer.padding_mode != "zeros":
-            return f"{name} pads with {layer.padding_mode!r}"
-        if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)) and (
-            layer.momentum is None or not layer.track_running_stats
-        ):
-            return f"{name} does not track statistics by a moving average"
-        if isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) != 1:
-            return f"{name} normalises over several axes"
-    return None
-
-
-def _heighten(module: nn.Module, stack: _Stacking) -> nn.Module:
-    """The tall form of a module: every layer with parameters is replaced, all other code is kept."""
-    if type(module) in _TALL:
-        if id(module) not in stack.layers:
-            stack.layers[id(module)] = module, _TALL[type(module)](module, stack).eval()
-        return stack.layers[id(module)][1]
-    for name, child in module._modules.items():  # not named_children: a layer in two places must be replaced in both
-        module._modules[name] = None if child is None else _heighten(child, stack)
-    return module

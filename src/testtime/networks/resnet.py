@@ -43,7 +43,7 @@ class ZeroPadShortcut(nn.Module):
         self.stride, self.extra = stride, extra
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.stride == 2 and x.shape[-2] % 2 == 0 and x.shape[-1] % 2 == 0:
+        if x.is_cuda and self.stride == 2 and x.shape[-2] % 2 == 0 and x.shape[-1] % 2 == 0:
             # A mean over pairs of rows and columns, whose gradient is a mere copy; channels last, as images lie.
             pairs = x.permute(0, 2, 3, 1).unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (N, h, 2, w, 2, C)
             return F.pad(pairs.mean((2, 4)), (0, self.extra)).permute(0, 3, 1, 2)

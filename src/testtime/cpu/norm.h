@@ -1,0 +1,151 @@
+// GroupNorm of one image, and the vectors that everything here is made of.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+constexpr int LANES = 16;  // channels in a vector
+
+typedef float Vector __attribute__((vector_size(64)));
+typedef float Unaligned __attribute__((vector_size(64), aligned(4), may_alias));
+
+inline Vector load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
+inline void store(float* to, Vector value) { *reinterpret_cast<Unaligned*>(to) = value; }
+
+// Memory of a thread's own that is kept from call to call; aligned as vectors like it.
+class Scratch {
+    std::vector<float> memory;
+
+   public:
+    float* get(size_t size) {
+        if (memory.size() < size + LANES) memory.resize(size + LANES);
+        auto address = reinterpret_cast<uintptr_t>(memory.data());
+        return reinterpret_cast<float*>((address + 63) / 64 * 64);
+    }
+};
+
+thread_local Scratch worker;  // for each thread that works on images
+thread_local Scratch caller;  // for the one that called, shared with those while they work
+
+// The sum of a term over the pixels of an image, for one vector of channels.
+template <typename Term>
+inline Vector sum_pixels(int pixels, Term term) {
+    Vector sums[4] = {};
+    int p = 0;
+    for (; p + 4 <= pixels; p += 4)
+        for (int k = 0; k < 4; k++) sums[k] += term(p + k);
+    for (; p < pixels; p++) sums[0] += term(p);
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// GroupNorm with or without ReLU behind it; replica s has its scale and shift `stride` · s numbers from the first.
+struct Norm {
+    const float *weight, *bias;
+    int64_t stride;
+    float* moments;  // each group's mean and the reciprocal of its deviation, (N, groups, 2)
+    int pixels, channels, groups;
+    float eps;
+    bool relu;
+
+    static constexpr int ROWS = 4;  // that `room` has space for, of a number for each channel
+
+    // The norm of an image before ReLU is a · x + b.
+    void line(int replica, const float* moment, float* a, float* b) const {
+        int members = channels / groups;
+        for (int c = 0; c < channels; c++) {
+            a[c] = weight[replica * stride + c] * moment[2 * (c / members) + 1];
+            b[c] = bias[replica * stride + c] - moment[2 * (c / members)] * a[c];
+        }
+    }
+
+    // Fill in the moments of image n, which begins at x.
+    void measure(const float* x, int n, float* room) const {
+        int members = channels / groups;
+        float *sums = room, *means = room + channels, *moment = moments + static_cast<int64_t>(n) * groups * 2;
+        double count = static_cast<double>(members) * pixels;
+        for (int c = 0; c < channels; c += LANES)
+            store(sums + c, sum_pixels(pixels, [&](int p) { return load(x + p * channels + c); }));
+        for (int k = 0; k < groups; k++) {
+            double sum = 0;
+            for (int c = k * members; c < (k + 1) * members; c++) sum += sums[c];
+            moment[2 * k] = static_cast<float>(sum / count);
+        }
+        for (int c = 0; c < channels; c++) means[c] = moment[2 * (c / members)];
+        for (int c = 0; c < channels; c += LANES) {
+            Vector mean = load(means + c);
+            store(sums + c, sum_pixels(pixels, [&](int p) {
+                      Vector d = load(x + p * channels + c) - mean;
+                      return d * d;
+                  }));
+        }
+        for (int k = 0; k < groups; k++) {
+            double sum = 0;
+            for (int c = k * members; c < (k + 1) * members; c++) sum += sums[c];
+            // A variance past float32 must not pass for equal numbers: the guard looks for what explodes.
+            moment[2 * k + 1] = std::isfinite(sum) ? static_cast<float>(1 / std::sqrt(sum / count + eps)) : NAN;
+        }
+    }
+
+    // y = the norm of image n, which begins at x and belongs to a replica; its moments are known.
+    void apply(const float* x, float* y, int n, int replica, float* room) const {
+        float *a = room, *b = room + channels;
+        line(replica, moments + static_cast<int64_t>(n) * groups * 2, a, b);
+        for (int c = 0; c < channels; c += LANES) {
+            Vector by = load(a + c), plus = load(b + c);
+            for (int p = 0; p < pixels; p++) {
+                Vector value = load(x + p * channels + c) * by + plus;
+                // Not a maximum: what is not a number must stay so.
+                store(y + p * channels + c, relu ? (value < 0 ? Vector{} : value) : value);
+            }
+        }
+    }
+
+    // dx from the gradient g by the norm; `part` (2, C) takes the image's gradients by scale and shift.
+    void differentiate(const float* x, const float* g, float* dx, float* part, int n, int replica, float* room) const {
+        int members = channels / groups;
+        const float *moment = moments + static_cast<int64_t>(n) * groups * 2, *scale = weight + replica * stride;
+        float *a = room, *b = a + channels, *by_value = b + channels, *constant = by_value + channels;
+        float *of_scale = part, *of_shift = part + channels;
+        line(replica, moment, a, b);
+        auto passed = [&](int p, int c, Vector value) {
+            Vector incoming = load(g + p * channels + c);
+            return relu ? (value * load(a + c) + load(b + c) > 0 ? incoming : Vector{}) : incoming;
+        };
+        for (int c = 0; c < channels; c++) constant[c] = moment[2 * (c / members)];
+        for (int c = 0; c < channels; c += LANES) {
+            Vector mean = load(constant + c);
+            store(of_shift + c, sum_pixels(pixels, [&](int p) { return passed(p, c, load(x + p * channels + c)); }));
+            store(of_scale + c, sum_pixels(pixels, [&](int p) {
+                      Vector value = load(x + p * channels + c);
+                      return passed(p, c, value) * (value - mean);
+                  }));
+        }
+        for (int k = 0; k < groups; k++) {
+            float deviation = moment[2 * k + 1];
+            double with_value = 0, alone = 0, count = static_cast<double>(members) * pixels;
+            for (int c = k * members; c < (k + 1) * members; c++) {
+                of_scale[c] *= deviation;
+                with_value += static_cast<double>(scale[c]) * of_scale[c];
+                alone += static_cast<double>(scale[c]) * of_shift[c];
+            }
+            // dx = a · g - deviation · (alone + normalised · with_value) / count
+            for (int c = k * members; c < (k + 1) * members; c++) {
+                by_value[c] = static_cast<float>(-deviation * deviation * with_value / count);
+                constant[c] = static_cast<float>(-deviation * alone / count - moment[2 * k] * by_value[c]);
+            }
+        }
+        for (int c = 0; c < channels; c += LANES) {
+            Vector by_gradient = load(a + c), by = load(by_value + c), plus = load(constant + c);
+            for (int p = 0; p < pixels; p++) {
+                Vector value = load(x + p * channels + c);
+                store(dx + p * channels + c, passed(p, c, value) * by_gradient + value * by + plus);
+            }
+        }
+    }
+};
+
+}  // namespace

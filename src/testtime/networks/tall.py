@@ -1,0 +1,268 @@
+"""Layers that have another set of parameters for every B images: the tall form of a network (see replicas.py).
+
+Convolution, GroupNorm, BatchNorm, LayerNorm and linear. Convolution and GroupNorm have kernels of ours on CUDA
+(testtime/kernels) and on a CPU (testtime/cpu); where those do not fit, plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from testtime import cpu
+from testtime.networks.resnet import AddingConv2d, GroupNormReLU, PreActivationBlock
+from testtime.randomness import has_triton
+
+
+class Stacking:
+    """Makes stacked tensors `(S, *shape)` of a module's tensors; what was one tensor in two places stays one."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.made: dict[int, tuple[Tensor, Any]] = {}
+        self.layers: dict[int, tuple[nn.Module, nn.Module]] = {}
+
+    def __call__(self, tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        if id(tensor) not in self.made:
+            stacked = tensor.detach().unsqueeze(0).repeat(self.count, *[1] * tensor.dim())
+            if isinstance(tensor, nn.Parameter):
+                stacked = nn.Parameter(stacked, requires_grad=False)
+            self.made[id(tensor)] = tensor, stacked  # the original as well: its id must not be given away
+        return self.made[id(tensor)][1]
+
+
+class _Conv2d(nn.Module):
+    """Convolution with its own filters for every B images."""
+
+    def __init__(self, layer: nn.Conv2d, stack: Stacking) -> None:
+        super().__init__()
+        self.weight, self.bias = stack(layer.weight), stack(layer.bias)  # (S, outputs, inputs / groups, k, k)
+        self.stride, self.dilation, self.groups = layer.stride, layer.dilation, layer.groups
+        self.padding: Any = layer.padding  # a pair or "same"
+        self.compiled = (
+            layer.in_channels == layer.out_channels
+            and layer.in_channels in cpu.CHANNELS
+            and layer.kernel_size == (3, 3)
+            and layer.stride == layer.padding == layer.dilation == (1, 1)
+            and layer.groups == 1
+            and layer.bias is None
+            and layer.weight.dtype == torch.float32
+        )
+
+    def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+        if _kernels_fit(self, x):
+            from testtime import kernels
+
+            return kernels.convolve(x, self.weight, self.stride[0], self.padding[0], shortcut)
+        if _cpu_fits(self, x):
+            return cpu.convolve(x, self.weight, shortcut)
+        y = self._convolve(x)
+        return y if shortcut is None else y + shortcut
+
+    def _convolve(self, x: Tensor) -> Tensor:
+        count = len(self.weight)
+        rest = self.stride, self.padding, self.dilation
+        weight = self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if x.is_cuda and count > 1:  # one launch for all: replicas side by side in the channels, as groups
+            wide = x.unflatten(0, (count, -1)).transpose(0, 1).flatten(1, 2)
+            flat = None if bias is None else bias.flatten()
+            wide = F.conv2d(wide, weight.flatten(0, 1), flat, *rest, self.groups * count)
+            return wide.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
+        biases = [None] * count if bias is None else bias
+        pieces = zip(x.chunk(count), weight, biases, strict=True)
+        return _concatenate([F.conv2d(piece, w, b, *rest, self.groups) for piece, w, b in pieces])
+
+
+class _GroupNorm(nn.Module):
+    """GroupNorm, with ReLU behind it or not, with its own scale and shift for every B images."""
+
+    def __init__(self, layer: nn.GroupNorm, stack: Stacking) -> None:
+        super().__init__()
+        self.weight, self.bias = stack(layer.weight), stack(layer.bias)
+        self.groups, self.eps, self.relu = layer.num_groups, layer.eps, isinstance(layer, GroupNormReLU)
+        self.compiled = layer.affine and layer.num_channels % 16 == 0 and layer.weight.dtype == torch.float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _kernels_fit(self, x):
+            from testtime import kernels
+
+            return kernels.group_norm(x, self.groups, self.weight, self.bias, self.eps, self.relu)
+        if _cpu_fits(self, x):
+            return cpu.group_norm(x, self.whole())
+        if x.is_cuda or self.weight is None:
+            y = _scale(F.group_norm(x, self.groups, eps=self.eps), self.weight, self.bias)
+        else:  # on a CPU, torch's own scale and shift save two passes over the images
+            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            pieces = zip(x.chunk(len(weight)), weight, bias, strict=True)
+            y = _concatenate([F.group_norm(piece, self.groups, w, b, self.eps) for piece, w, b in pieces])
+        return F.relu_(y) if self.relu else y
+
+    def whole(self) -> cpu.GroupNorm:
+        return cpu.GroupNorm(self.groups, self.weight, self.bias, self.eps, self.relu)
+
+
+class BatchNorm(nn.Module):
+    """BatchNorm with its own statistics for every B images."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, layer: nn.BatchNorm2d | nn.BatchNorm1d, stack: Stacking) -> None:
+        super().__init__()
+        self.weight, self.bias = stack(layer.weight), stack(layer.bias)
+        for name, buffer in layer.named_buffers():
+            self.register_buffer(name, stack(buffer))
+        self.eps, self.momentum = layer.eps, layer.momentum
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = len(self.running_mean)
+        if self.training:
+            self.num_batches_tracked += 1
+        wide = x.unflatten(0, (count, -1)).transpose(0, 1).flatten(1, 2)  # (B, S·C, ...)
+        mean, variance = self.running_mean.view(-1), self.running_var.view(-1)  # views: they are updated in place
+        weight, bias = (None if t is None else t.flatten() for t in (self.weight, self.bias))
+        wide = F.batch_norm(wide, mean, variance, weight, bias, self.training, self.momentum or 0.0, self.eps)
+        return wide.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
+
+
+class _LayerNorm(nn.Module):
+    """LayerNorm over the last axis with its own scale and shift for every B images."""
+
+    def __init__(self, layer: nn.LayerNorm, stack: Stacking) -> None:
+        super().__init__()
+        self.weight, self.bias = stack(layer.weight), stack(layer.bias)
+        self.eps = layer.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.layer_norm(x, x.shape[-1:], eps=self.eps)
+        return _scale(y, self.weight, self.bias, axis=-1)
+
+
+class _Linear(nn.Module):
+    """A linear layer with its own weights for every B images."""
+
+    def __init__(self, layer: nn.Linear, stack: Stacking) -> None:
+        super().__init__()
+        self.weight, self.bias = stack(layer.weight), stack(layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, outputs, inputs = self.weight.shape
+        rows = x.reshape(count, -1, inputs)  # (S, B·…, inputs)
+        weight = self.weight.to(x.dtype).transpose(1, 2)
+        if self.bias is None:
+            y = rows @ weight
+        else:
+            y = torch.baddbmm(self.bias.to(x.dtype).unsqueeze(1), rows, weight)
+        return y.view(*x.shape[:-1], outputs)
+
+
+class _PreActivationBlock(nn.Module):
+    """The block of the CIFAR networks; on a CPU its norms are computed together with the convolutions behind them."""
+
+    def __init__(self, block: PreActivationBlock, stack: Stacking) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = heighten(block.norm1, stack), heighten(block.conv1, stack)
+        self.norm2, self.conv2 = heighten(block.norm2, stack), heighten(block.conv2, stack)
+        self.shortcut = heighten(block.shortcut, stack)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _normed_convolution(self.norm1, self.conv1, x)
+        return _normed_convolution(self.norm2, self.conv2, y, self.shortcut(x))
+
+
+def _normed_convolution(norm: nn.Module, layer: nn.Module, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+    if isinstance(norm, _GroupNorm) and isinstance(layer, _Conv2d) and norm.compiled and _cpu_fits(layer, x):
+        return cpu.convolve(x, layer.weight, shortcut, norm.whole())
+    return layer(norm(x)) if shortcut is None else layer(norm(x), shortcut)
+
+
+def _concatenate(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: int = 1) -> Tensor:
+    """x `(S·B, ...)` times weight plus bias, `(S, C)` each, along the channel axis."""
+    if weight is None:
+        return x
+    shape = [len(weight), 1] + [1] * (x.dim() - 1)
+    shape[axis if axis < 0 else axis + 1] = -1
+    y = x.unflatten(0, (len(weight), -1)) * weight.to(x.dtype).view(shape)
+    y = y if bias is None else y + bias.to(x.dtype).view(shape)
+    return y.flatten(0, 1)
+
+
+def _kernels_fit(layer: _Conv2d | _GroupNorm, x: Tensor) -> bool:
+    """Whether a layer has a CUDA kernel of ours for these inputs."""
+    if not x.is_cuda or not has_triton() or x.numel() >= 2**30:
+        return False
+    if isinstance(layer, _GroupNorm):
+        channels = x.shape[1]
+        return layer.weight is not None and channels <= 1024 and channels & (channels - 1) == 0
+    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return (
+        not exact
+        and layer.bias is None
+        and layer.groups == 1
+        and layer.dilation == (1, 1)
+        and not isinstance(layer.padding, str)
+        and layer.stride[0] == layer.stride[1]
+        and layer.padding[0] == layer.padding[1]
+        and layer.weight.shape[-2:] == (3, 3)
+        and max(layer.weight.shape[1:3]) <= 64
+    )
+
+
+def _cpu_fits(layer: _Conv2d | _GroupNorm, x: Tensor) -> bool:
+    """Whether a layer has a compiled form on the CPU for these inputs."""
+    return layer.compiled and x.is_cpu and x.dtype == torch.float32 and x.dim() == 4 and cpu.available()
+
+
+_TALL: dict[type[nn.Module], Callable[..., nn.Module]] = {
+    nn.Conv2d: _Conv2d,
+    AddingConv2d: _Conv2d,
+    nn.GroupNorm: _GroupNorm,
+    GroupNormReLU: _GroupNorm,
+    nn.BatchNorm1d: BatchNorm,
+    nn.BatchNorm2d: BatchNorm,
+    nn.LayerNorm: _LayerNorm,
+    nn.Linear: _Linear,
+    PreActivationBlock: _PreActivationBlock,
+}
+
+
+def unknown_layer(module: nn.Module) -> str | None:
+    """Why a module cannot take the tall form by its layers, or None if all with parameters are known."""
+    for name, layer in module.named_modules():
+        tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+        if type(layer) not in _TALL:
+            if tensors:
+                return f"{name or 'the module itself'} ({type(layer).__name__}) has parameters of its own"
+            continue
+        if isinstance(layer, nn.Conv2d) and layer.padding_mode != "zeros":
+            return f"{name} pads with {layer.padding_mode!r}"
+        if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)) and (
+            layer.momentum is None or not layer.track_running_stats
+        ):
+            return f"{name} does not track statistics by a moving average"
+        if isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) != 1:
+            return f"{name} normalises over several axes"
+    return None
+
+
+def heighten(module: nn.Module, stack: Stacking) -> nn.Module:
+    """The tall form of a module: every layer with parameters is replaced, all other code is kept."""
+    if type(module) in _TALL:
+        if id(module) not in stack.layers:
+            stack.layers[id(module)] = module, _TALL[type(module)](module, stack).eval()
+        return stack.layers[id(module)][1]
+    for name, child in module._modules.items():  # not named_children: a layer in two places must be replaced in both
+        module._modules[name] = None if child is None else heighten(child, stack)
+    return module

@@ -1,0 +1,254 @@
+"""Compiled convolution and GroupNorm, against torch's own in double precision."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from testtime import cpu
+from testtime.cpu import build
+from testtime.networks import resnet26
+from testtime.networks.replicas import PARTS, Replicas
+from testtime.randomness import Draws
+
+needs_compiler = pytest.mark.skipif(not cpu.available(), reason="there is no C++ compiler, or it is not to be used")
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    return Draws.of(seed, torch.arange(shape[0])).normal(*shape[1:])
+
+
+def norm_of(count: int, channels: int, relu: bool = True, groups: int = 8) -> cpu.GroupNorm:
+    weight, bias = 1 + 0.3 * numbers(3, count, channels), 0.5 * numbers(4, count, channels)
+    return cpu.GroupNorm(groups, weight, bias, 1e-5, relu)
+
+
+def norm_alone(x: Tensor, norm: cpu.GroupNorm, weight: Tensor, bias: Tensor) -> Tensor:
+    """GroupNorm of each replica's images by torch."""
+    pieces = zip(x.chunk(len(weight)), weight, bias, strict=True)
+    y = torch.cat([F.group_norm(piece, norm.groups, w, b, norm.eps) for piece, w, b in pieces])
+    return F.relu(y) if norm.relu else y
+
+
+def convolve_alone(x: Tensor, weight: Tensor, plus: Tensor | None) -> Tensor:
+    y = torch.cat([F.conv2d(piece, w, padding=1) for piece, w in zip(x.chunk(len(weight)), weight, strict=True)])
+    return y if plus is None else y + plus
+
+
+def check(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+    for one, other in zip(ours, exact, strict=True):
+        assert one.shape == other.shape
+        scale = float(other.detach().abs().max())
+        assert torch.allclose(one.double(), other, rtol=0, atol=tolerance * scale)
+
+
+SIZES = [(1, 1, 1), (1, 2, 3), (3, 5, 4), (2, 8, 8), (5, 4, 4), (2, 7, 16), (32, 16, 16)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("channels", cpu.CHANNELS)
+@pytest.mark.parametrize(("images", "height", "width"), SIZES)
+@pytest.mark.parametrize("form", ["plain", "plus", "norm", "norm and plus"])
+def test_convolution_and_its_gradients(channels: int, images: int, height: int, width: int, form: str) -> None:
+    count = 2
+    x, plus, grad = (numbers(seed, count * images, channels, height, width) for seed in (0, 1, 2))
+    weight, norm = numbers(5, count, channels, channels, 3, 3), norm_of(count, channels)
+    tensors = [x, weight, plus, norm.weight, norm.bias]
+    used = [True, True, "plus" in form, "norm" in form, "norm" in form]
+    ours = [tensor.clone().requires_grad_() for tensor in tensors]
+    exact = [tensor.double().requires_grad_() for tensor in tensors]
+    given = cpu.GroupNorm(norm.groups, ours[3], ours[4], norm.eps, norm.relu) if "norm" in form else None
+    y = cpu.convolve(ours[0], ours[1], ours[2] if "plus" in form else None, given)
+    normed = norm_alone(exact[0], norm, exact[3], exact[4]) if "norm" in form else exact[0]
+    expected = convolve_alone(normed, exact[1], exact[2] if "plus" in form else None)
+    check([y], [expected], 2e-6)
+    if "norm" in form and (channels // norm.groups) * height * width < 8:
+        return  # a norm of so few numbers amplifies rounding without bound
+    wanted = [place for place in range(5) if used[place]]
+    gradients = torch.autograd.grad(y, [ours[place] for place in wanted], grad)
+    check(list(gradients), list(torch.autograd.grad(expected, [exact[p] for p in wanted], grad.double())), 2e-5)
+    with torch.no_grad():
+        again = cpu.convolve(x, weight, plus if "plus" in form else None, norm if "norm" in form else None)
+    assert torch.equal(again, y)
+
+
+@needs_compiler
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize(("channels", "groups"), [(16, 8), (16, 1), (48, 3), (64, 64), (512, 32)])
+@pytest.mark.parametrize(("height", "width"), [(5, 3), (8, 8)])
+def test_group_norm_and_its_gradients(channels: int, groups: int, relu: bool, height: int, width: int) -> None:
+    count, norm = 3, norm_of(3, channels, relu, groups)
+    x, grad = 2 + 3 * numbers(0, 6, channels, height, width), numbers(2, 6, channels, height, width)
+    ours = [tensor.clone().requires_grad_() for tensor in (x, norm.weight, norm.bias)]
+    exact = [tensor.double().requires_grad_() for tensor in (x, norm.weight, norm.bias)]
+    y = cpu.group_norm(ours[0], cpu.GroupNorm(groups, ours[1], ours[2], norm.eps, relu))
+    expected = norm_alone(exact[0], norm, exact[1], exact[2])
+    check([y], [expected], 2e-6)
+    assert len(ours[1]) == count
+    check(list(torch.autograd.grad(y, ours, grad)), list(torch.autograd.grad(expected, exact, grad.double())), 2e-5)
+
+
+@needs_compiler
+def test_rounding_is_no_worse_than_torchs() -> None:
+    for channels, size in ((16, 32), (32, 16), (64, 8)):
+        x, weight = numbers(0, 8, channels, size, size).relu(), numbers(1, 1, channels, channels, 3, 3)
+        exact = F.conv2d(x.double(), weight[0].double(), padding=1)
+        ours, torchs = cpu.convolve(x, weight), F.conv2d(x, weight[0], padding=1)
+        assert (ours - exact).square().mean() < 4 * (torchs - exact).square().mean()
+
+
+@needs_compiler
+def test_parameters_may_lie_anywhere() -> None:
+    """As rows of a larger tensor, which is how replicas hold them, or in any other order."""
+    x, norm = numbers(0, 4, 16, 6, 6), norm_of(2, 16)
+    weight = numbers(5, 2, 16, 16, 3, 3)
+    expected = cpu.convolve(x, weight, None, norm)
+    rows = torch.cat([norm.weight, weight.flatten(1), norm.bias], dim=1)
+    inside = cpu.GroupNorm(8, rows[:, :16], rows[:, -16:], norm.eps, True)
+    assert torch.equal(cpu.convolve(x, rows[:, 16:-16].unflatten(1, (16, 16, 3, 3)), None, inside), expected)
+    turned = weight.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)
+    apart = cpu.GroupNorm(8, norm.weight, rows[:, -16:], norm.eps, True)
+    assert torch.equal(cpu.convolve(x.contiguous(), turned, None, apart), expected)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("threads")
+def test_the_number_of_threads_changes_no_bit() -> None:
+    x, weight, norm = numbers(0, 24, 32, 9, 8).requires_grad_(), numbers(1, 2, 32, 32, 3, 3), norm_of(2, 32)
+    moving = [x, weight.requires_grad_(), norm.weight.requires_grad_(), norm.bias.requires_grad_()]
+    results = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        y = cpu.convolve(cpu.group_norm(x, norm), weight, x, norm)
+        results.append([y, *torch.autograd.grad(y.square().sum(), moving)])
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@needs_compiler
+def test_an_image_is_the_same_in_any_company() -> None:
+    x, weight, norm = numbers(0, 7, 64, 8, 8), numbers(1, 1, 64, 64, 3, 3), norm_of(1, 64)
+    together = cpu.convolve(x, weight, x, norm)
+    for n in range(7):
+        assert torch.equal(cpu.convolve(x[n : n + 1], weight, x[n : n + 1], norm), together[n : n + 1])
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+def test_what_explodes_shows_and_stays_in_its_replica(bad: float) -> None:
+    x, weight, norm = numbers(0, 6, 16, 8, 8), numbers(1, 3, 16, 16, 3, 3), norm_of(3, 16)
+    spoiled = x.clone()
+    spoiled[2, 3, 4, 4] = bad  # of the second replica
+    moving = [tensor.requires_grad_() for tensor in (weight, norm.weight, norm.bias)]
+    clean, dirty = (cpu.convolve(images, weight, None, norm) for images in (x, spoiled))
+    assert not dirty[2].isfinite().all()
+    pairs = [torch.autograd.grad(y.square().sum(), moving) for y in (clean, dirty)]
+    for a, b in ((clean.unflatten(0, (3, 2)), dirty.unflatten(0, (3, 2))), *zip(*pairs, strict=True)):
+        assert torch.equal(a[[0, 2]], b[[0, 2]])
+        assert not b[1].isfinite().all()
+
+
+@needs_compiler
+def test_there_is_no_second_derivative() -> None:
+    weight = numbers(1, 1, 16, 16, 3, 3).requires_grad_()
+    y = cpu.convolve(numbers(0, 1, 16, 4, 4), weight)
+    (gradient,) = torch.autograd.grad(y.square().sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compiling
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """As if nothing had been compiled yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TESTTIME_COMPILE", raising=False)
+    build._loaded.cache_clear()
+    yield
+    build._loaded.cache_clear()
+
+
+def answers() -> Tensor:
+    net, images = resnet26(depth=8, size=8, seed=1).eval(), Draws.of(0, torch.arange(6)).uniform(3, 8, 8)
+    return Replicas(net, 2, PARTS, images)(images.unflatten(0, (2, 3)))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh")
+def test_kernels_are_compiled_once_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "testtime.cpu"):
+        assert cpu.available()
+        assert [record.message.split(" in ")[0] for record in caplog.records] == ["compiled kernels.cpp"]
+        (kept,) = build.cache_folder().iterdir()
+        made = kept.stat().st_mtime_ns
+        build._loaded.cache_clear()
+        assert cpu.available()
+        assert len(caplog.records) == 1
+    assert [(path, path.stat().st_mtime_ns) for path in build.cache_folder().iterdir()] == [(kept, made)]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh")
+def test_without_a_place_to_keep_them_kernels_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = Path(os.environ["XDG_CACHE_HOME"])
+    blocked.write_text("a file where a folder should be")
+    assert cpu.available()
+    assert torch.equal(cpu.convolve(torch.zeros(1, 16, 2, 2), torch.zeros(1, 16, 16, 3, 3)), torch.zeros(1, 16, 2, 2))
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("how", ["asked", "no compiler", "failing compiler"])
+def test_without_kernels_torch_answers(
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = answers()
+    build._loaded.cache_clear()
+    if how == "asked":
+        monkeypatch.setenv("TESTTIME_COMPILE", "0")
+    elif how == "no compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CXX", raising=False)
+    else:
+        failing = tmp_path / "failing-c++"
+        failing.write_text("#!/bin/sh\necho 'kernels.cpp:1: error: no such luck' >&2\nexit 1\n")
+        failing.chmod(0o755)
+        monkeypatch.setenv("CXX", str(failing))
+    with caplog.at_level(logging.INFO, "testtime.cpu"):
+        caplog.clear()
+        assert not cpu.available()
+        assert torch.allclose(answers(), expected, atol=1e-5)
+    said = [record.message for record in caplog.records]
+    if how == "asked":
+        assert not said
+    else:
+        assert len(said) == 1
+        assert ("no C++ compiler" if how == "no compiler" else "no such luck") in said[0]
+        assert "\n" not in said[0]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh")
+def test_processes_that_begin_at_once_do_not_spoil_each_other(tmp_path: Path) -> None:
+    code = "from testtime import cpu; raise SystemExit(not cpu.available())"
+    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [process.wait(120) for process in started] == [0, 0, 0]
+    assert [path.suffix for path in build.cache_folder().iterdir()] == [".so"]
