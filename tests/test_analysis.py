@@ -19,7 +19,7 @@ import models
 import testtime as tt
 from report_runs import make_columns, make_run
 from testtime.analysis import StudyError, gradient_correlation, open_for, read_study, run_study
-from testtime.analysis.correlation import BatchGradients
+from testtime.analysis.correlation import STAND_IN, BatchGradients
 from testtime.analysis.gradients import ImageGradients, name_layers
 from testtime.analysis.study import main
 from testtime.cli import run as run_command
@@ -217,7 +217,7 @@ def test_stand_ins_are_the_confident_predictions() -> None:
     assert some.stand_in_single is not None
     assert only.single is not None
     assert some.stand_in_single.inner == pytest.approx(only.single.inner, rel=1e-5)
-    inner = BatchGradients(net, TASK, middle).measure(images, None)[0].inner
+    inner = BatchGradients(net, TASK, middle).measure(images, None)[0].inner[STAND_IN]
     truth = copy.deepcopy(net).requires_grad_(True)
     parameters = list(truth.encoder.parameters())
     own = torch.autograd.grad(F.cross_entropy(truth(images[keep]), guesses[keep]), parameters)
@@ -230,6 +230,24 @@ def test_stand_ins_are_the_confident_predictions() -> None:
     assert none.stand_in_batch is None
     assert none.stand_in_single is None
     assert none.confident == 0
+
+
+@pytest.mark.parametrize("kind", ["group", "batch"])
+def test_balance_is_how_even_the_predictions_of_a_batch_are(kind: str) -> None:
+    net, images = make_net(kind), pictures(9)
+    found = gradient_correlation(net, None, TensorSet("made", images), batch=5, single=0)
+    truth = copy.deepcopy(net).requires_grad_(True)
+    parameters, inners = list(truth.encoder.parameters()), []
+    for part in (images[:5], images[5:]):
+        shares = truth(part).softmax(1).mean(0)
+        distance = (shares * (shares * 10).log()).sum()  # from all classes being as frequent, Kullback and Leibler's
+        main = torch.autograd.grad(distance, parameters)
+        views, targets = TASK.probe(part)
+        task = torch.autograd.grad(F.cross_entropy(truth.self_supervise(views), targets), parameters)
+        inners.append(sum(float((a * b).sum()) for a, b in zip(main, task, strict=True)))
+    assert found.balance is not None
+    assert found.balance.count == 2
+    assert found.balance.inner == pytest.approx(sum(inners) / 2, rel=1e-4)
 
 
 def test_what_else_is_noted() -> None:
@@ -296,7 +314,8 @@ def test_the_two_tasks_agree_where_adapting_to_digits_helps() -> None:
     net = tt.load("digits-resnet8-gn-joint")
     shifted = gradient_correlation(net, None, tt.data.open("digits-c/contrast/5", scale="imagenet"), single=0)
     clean = gradient_correlation(net, None, tt.data.open("digits"), single=0)
-    for one, other in ((shifted.batch, clean.batch), (shifted.stand_in_batch, clean.stand_in_batch)):
+    for name in ("batch", "stand_in_batch", "balance"):
+        one, other = getattr(shifted, name), getattr(clean, name)
         assert one is not None
         assert other is not None
         assert one.cosine - 2 * one.cosine_error > 0

@@ -144,6 +144,7 @@ def test_the_verdict_reads_no_labels(net: tt.YNet, reference: Reference) -> None
     wrong = diagnose(net, make_set("dim", dim, (labels + 1) % 10), **options)
     assert without.verdict == right.verdict == wrong.verdict
     assert without.agreement == right.agreement == wrong.agreement
+    assert without.balance == right.balance == wrong.balance
     assert without.true_agreement is None
     assert without.trial.gain is None
     assert right.true_agreement is not None
@@ -233,12 +234,10 @@ def test_hints_are_found_in_pictures_made_for_it() -> None:
 
 
 def test_references_come_from_a_set_from_the_card_or_from_nowhere(net: tt.YNet, tmp_path: Path) -> None:
-    training = tt.data.open("digits", split="train")
-    numbers = torch.arange(500) * len(training) // 500
-    losses = tt.Fixed(net).predict(training.images(numbers)).loss_before
+    losses = tt.Fixed(net).predict(tt.data.open("digits").images(slice(None))).loss_before
     own = find_reference(net)
     assert own is not None
-    assert own.source == "digits, training images"
+    assert own.source == "digits, test images"
     assert own.task_loss == pytest.approx(float(losses.mean()), rel=1e-4)
     named = find_reference(net, "digits-c/fog/3", limit=50)
     assert named is not None
@@ -317,7 +316,7 @@ def test_the_command_says_it_in_words(capsys: pytest.CaptureFixture[str]) -> Non
     assert lines[0] == "digits-c/contrast/5, 48 images"
     assert lines[1].endswith(".")
     words = [line.split()[0] for line in lines[2:]]
-    for name in ("task", "drift", "borders", "gate", "guard", "agreement", "gain"):
+    for name in ("task", "drift", "borders", "gate", "guard", "agreement", "balance", "gain"):
         assert name in words
     assert "80/80" in err  # progress
 

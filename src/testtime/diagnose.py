@@ -30,7 +30,16 @@ from torch import Tensor
 from testtime import data as datasets
 from testtime import tasks
 from testtime.adapt import Online, gate
-from testtime.analysis.correlation import Agreement, BatchGradients, Sight, find_labels, see, summarise
+from testtime.analysis.correlation import (
+    BALANCE,
+    STAND_IN,
+    Agreement,
+    BatchGradients,
+    Sight,
+    find_labels,
+    see,
+    summarise,
+)
 from testtime.analysis.gradients import Products, freeze
 from testtime.analysis.study import open_for
 from testtime.augment import CropFlip
@@ -45,7 +54,7 @@ Progress = Callable[[int, int, str], None]
 
 LIMIT = 500
 TRIAL = 200
-BATCH = 32
+BATCH = 50
 _BLANK = 0.03  # of an image's contrast: a row that varies by less is blank
 _LEAST = 32  # images below which nothing is said
 
@@ -58,7 +67,7 @@ def diagnose(
     limit: int = LIMIT,
     trial: int = TRIAL,
     steps: int = 1,
-    lr: float = 0.01,
+    lr: float = 0.001,
     threshold: float = 0.9,
     seed: int = 0,
     progress: Progress | None = None,
@@ -124,6 +133,7 @@ def diagnose(
         "hints": found.hints,
         "confident": found.confident,
         "agreement": found.agreement,
+        "balance": found.balance,
         "true_agreement": found.true_agreement,
         "trial": stream,
     }
@@ -175,6 +185,7 @@ class Look(NamedTuple):
     hints: Hints
     confident: float
     agreement: Agreement | None
+    balance: Agreement | None
     true_agreement: Agreement | None
 
 
@@ -200,7 +211,8 @@ def look(
         sight,
         find_hints(torch.cat(pictures)),
         float(sure.double().mean()),
-        summarise(products, -1, names, torch.stack([part.any() for part in sure.split(BATCH)])),
+        summarise(products, STAND_IN, names, torch.stack([part.any() for part in sure.split(BATCH)])),
+        summarise(products, BALANCE, names),
         None if labels is None else summarise(products, 0, names),
     )
 
@@ -215,7 +227,7 @@ def find_hints(pictures: Tensor) -> Hints:
     def blank(turn: int) -> float:
         """The share of the side that is blank at the top once the pictures are turned clockwise so many times."""
         turned = square.rot90(-turn, (1, 2))
-        rows = turned.amax(2) - turned.amin(2) <= _BLANK * contrast  # (N, rows)
+        rows = (turned.amax(2) - turned.amin(2) <= _BLANK * contrast) & (contrast > 0)  # (N, rows)
         return float(rows.int().cumprod(1).sum(1).double().mean()) / side
 
     width = max(1, side // 8)
@@ -240,8 +252,8 @@ def find_reference(
 
     Args:
         net: The network.
-        name: A set or a folder that is like its training data; None takes the training set that the network's card
-            names, if it is there, and otherwise the loss that the card recorded in the last epoch.
+        name: A set or a folder that is like its training data; None takes the test images of the set that the
+            network's card names, if they are there, and otherwise the loss that the card recorded in the last epoch.
         root: Where data sets are looked for.
         limit: At most so many images.
 
@@ -257,10 +269,13 @@ def find_reference(
     record = net.card.record
     trained_on = record.get("configuration", {}).get("data", {}).get("name")
     if isinstance(trained_on, str):
-        options = {"size": net.card.size} if net.card.size is not None and trained_on != "cifar10" else {}
+        options: dict[str, Any] = (
+            {"size": net.card.size} if net.card.size is not None and trained_on != "cifar10" else {}
+        )
         with contextlib.suppress(DataError, ValueError):  # not there, or a folder of somebody's own
-            found = datasets.open(trained_on, root, "train", **options)
-            return measure_reference(net, found, limit, f"{trained_on}, training images")
+            # Held-out images, where there are any: on those it was trained on a network is better than it is.
+            found = datasets.open(trained_on, root, **options)
+            return measure_reference(net, found, limit, f"{trained_on}, test images")
     epochs = record.get("epochs")
     loss = epochs[-1].get("task") if isinstance(epochs, list) and epochs and isinstance(epochs[-1], dict) else None
     if isinstance(loss, float):

@@ -21,6 +21,7 @@ _SIGMAS = 2.0  # how many standard errors an interval reaches to either side: 95
 _MARGIN = 1 / 12  # of the side: a margin wider by this than the training images' stands out; by half more, if unknown
 _BORDER = 0.2  # error from the border alone below which it gives the turn away
 _FEW = 1.5  # times the training data's loss up to which a task counts as about as easy
+_LOST = 0.65  # error from which on the task counts as guessed
 _GUESSING = 0.9  # times the loss of guessing from which on a task counts as not learned
 
 
@@ -141,7 +142,8 @@ class Diagnosis:
         hints: What gives the turn away.
         confident: Share of images on which the classifier is confident.
         agreement: Agreement of the two gradients with confident predictions as labels; None where there are none.
-        true_agreement: The same with the true labels; None without labels.
+        balance: Agreement with the balance of the predictions as the main loss, see `Correlation`.
+        true_agreement: Agreement with the true labels; None without labels.
         trial: The short stream of online learning.
         verdict: What follows.
     """
@@ -159,6 +161,7 @@ class Diagnosis:
     hints: Hints
     confident: float
     agreement: Agreement | None
+    balance: Agreement | None
     true_agreement: Agreement | None
     trial: Trial
     verdict: Verdict
@@ -173,18 +176,21 @@ def judge(found: Diagnosis, guessing: float) -> Verdict:
 
     The rules, the first that holds:
 
-        ill-defined     after the trial the task's loss on images not yet seen is still about that of guessing
         trivial         margins or the border give the turn away, and did not in the training data
+        ill-defined     the task is guessed, and after the trial its loss on images not yet seen is no better
         little to gain  the task is about as easy as on the training data
         hurts           the two gradients point apart, or the guard had to step in on more than a twentieth of the trial
-        helps           they point the same way, and the task can be learned along the stream
+        helps           they point the same way, and the task does not get harder along the stream
         unclear         none of these
+
+    Which way the gradients point is told without labels: by the balance of the predictions, which comes closer to the
+    true labels, and where that does not go beyond chance by the confident predictions.
 
     Args:
         found: Everything but the verdict.
         guessing: The task's loss by guessing.
     """
-    for rule in (_ill_defined, _trivial, _little, _hurts, _helps):
+    for rule in (_trivial, _ill_defined, _little, _hurts, _helps):
         verdict = rule(found, guessing)
         if verdict is not None:
             return verdict
@@ -195,7 +201,7 @@ def judge(found: Diagnosis, guessing: float) -> Verdict:
 
 
 def _ill_defined(found: Diagnosis, guessing: float) -> Verdict | None:
-    if found.trial.loss.value < _GUESSING * guessing:
+    if found.trial.loss.value < _GUESSING * guessing or found.task_error.value < _LOST:
         return None
     reasons = [
         f"The task's error is {_percent(found.task_error)}; 75% is guessing.",
@@ -246,16 +252,19 @@ def _little(found: Diagnosis, guessing: float) -> Verdict | None:
 
 
 def _hurts(found: Diagnosis, guessing: float) -> Verdict | None:
-    apart = found.agreement is not None and _cosine(found.agreement).high < 0
+    apart = _direction(found) < 0
     if not apart and found.trial.rolled_back <= 0.05:
         return None
-    reasons = [_tell_agreement(found), _tell_trial(found)]
     cause = "the two tasks pull the encoder apart" if apart else "the guard has to undo its updates"
-    return Verdict("hurts", f"Adaptation is unlikely to help and may hurt: {cause}.", tuple(reasons))
+    return Verdict(
+        "hurts",
+        f"Adaptation is unlikely to help and may hurt: {cause}.",
+        (_tell_agreement(found), _tell_trial(found)),
+    )
 
 
 def _helps(found: Diagnosis, guessing: float) -> Verdict | None:
-    if found.agreement is None or _cosine(found.agreement).low <= 0 or found.trial.fall.high <= 0:
+    if _direction(found) <= 0 or found.trial.fall.high <= 0:
         return None
     reasons = [_tell_task(found), _tell_agreement(found), _tell_trial(found)]
     if found.drift.low > 0:
@@ -263,6 +272,16 @@ def _helps(found: Diagnosis, guessing: float) -> Verdict | None:
     return Verdict(
         "helps", "Online adaptation is likely to help: the two tasks pull the encoder the same way.", tuple(reasons)
     )
+
+
+def _direction(found: Diagnosis) -> int:
+    """1 where the two gradients point the same way beyond chance, -1 where they point apart, else 0."""
+    for own in (found.balance, found.agreement):
+        if own is not None and _cosine(own).low > 0:
+            return 1
+        if own is not None and _cosine(own).high < 0:
+            return -1
+    return 0
 
 
 def tell(found: Diagnosis) -> str:
@@ -292,7 +311,9 @@ def list_facts(found: Diagnosis) -> dict[str, str]:
         "guard": f"would step in on {trial.rolled_back:.0%} ({trial.images} images, {trial.steps} × lr {trial.lr:g})",
     }
     if found.agreement is not None:
-        lines["agreement"] = f"cosine {_signed(_cosine(found.agreement))}, predictions in place of labels"
+        lines["agreement"] = f"cosine {_signed(_cosine(found.agreement))}, confident predictions in place of labels"
+    if found.balance is not None:
+        lines["balance"] = f"cosine {_signed(_cosine(found.balance))}, even shares of the classes in place of labels"
     if found.true_agreement is not None:
         step = trial.lr * found.true_agreement.inner
         lines["with labels"] = (
@@ -317,12 +338,17 @@ def _tell_task(found: Diagnosis) -> str:
 
 
 def _tell_agreement(found: Diagnosis) -> str:
-    if found.agreement is None:
-        return "The network is confident of none of the images, so the two tasks' gradients cannot be compared."
-    return (
-        f"With its confident predictions ({found.confident:.0%} of the images) as labels, the cosine of the two tasks' "
-        f"gradients is {_signed(_cosine(found.agreement))}."
-    )
+    if found.agreement is None and found.balance is None:
+        return "The two tasks' gradients were not compared."
+    parts = []
+    if found.agreement is not None:
+        parts.append(
+            f"{_signed(_cosine(found.agreement))} with confident predictions ({found.confident:.0%} of the images) as "
+            "labels"
+        )
+    if found.balance is not None:
+        parts.append(f"{_signed(_cosine(found.balance))} with even shares of the classes as the main task")
+    return f"Without labels, the cosine of the two tasks' gradients is {'; '.join(parts)}."
 
 
 def _tell_trial(found: Diagnosis) -> str:

@@ -7,6 +7,9 @@
     single    the same for each image by itself, which is what Theorem 1 speaks of
     stand-in  either of them without labels: the network's own predictions serve as labels, on the images on which it
               is confident
+    balance   by batch, and without labels as well: the main loss is how far the mean of a batch's predictions is from
+              all classes being as frequent. Under a shift most of what is wrong is that a network sees some classes
+              too often, so where classes are about as frequent as each other this stands in for the labels
 
 It also notes what else can be seen without labels: the task's error, loss and confidence, and how sure the classifier
 is. `Agreement` holds a mean with its standard error, for the whole encoder and layer by layer.
@@ -36,6 +39,7 @@ from testtime.tasks import Task
 BATCH = 128
 CONFIDENT = 0.9
 SINGLE = 1000
+STAND_IN, BALANCE = -2, -1  # places of the two losses without labels among those of a batch
 _CHUNK = {"cpu": 16, "cuda": 128}
 
 Progress = Callable[[int, int, str], None]
@@ -82,6 +86,7 @@ class Correlation:
         single: Agreement by image with the true labels; None without labels, or if no single image was asked for.
         stand_in_batch: Agreement by batch with confident predictions as labels; None where none is confident.
         stand_in_single: The same by image.
+        balance: Agreement by batch with the balance of the predictions as the main loss.
         confident: Share of the images on which the network is confident.
         task_error: Share of views whose turn the self-supervised branch gets wrong.
         task_loss: Its mean loss.
@@ -98,6 +103,7 @@ class Correlation:
     single: Agreement | None
     stand_in_batch: Agreement | None
     stand_in_single: Agreement | None
+    balance: Agreement | None
     confident: float
     task_error: float
     task_loss: float
@@ -217,8 +223,9 @@ def gradient_correlation(
         images=count,
         batch=None if truth is None else summarise(by_batch, 0, names),
         single=None if truth is None or by_image is None else summarise(by_image, 0, names),
-        stand_in_batch=summarise(by_batch, -1, names, batch_sure),
+        stand_in_batch=summarise(by_batch, STAND_IN, names, batch_sure),
         stand_in_single=None if by_image is None else summarise(by_image, -1, names, sure[:single]),
+        balance=summarise(by_batch, BALANCE, names),
         confident=float(sure.double().mean()),
         task_error=float((sight.answers != sight.targets).double().mean()),
         task_loss=float(sight.losses.double().mean()),
@@ -288,7 +295,8 @@ class BatchGradients:
             labels: int `(N,)`, or None.
 
         Returns:
-            Products with N = 1: with the labels, if there are any, then with the stand-ins; and the sight.
+            Products with N = 1: with the labels, if there are any, with the stand-ins, and with the balance; and the
+            sight.
         """
         inputs = (images,) if labels is None else (images, labels)
         key = (*images.shape, images.dtype, labels is None)
@@ -321,6 +329,8 @@ class BatchGradients:
         stand_in = F.cross_entropy(logits, probabilities.argmax(1), reduction="none") * sure
         mains = [] if labels is None else [F.cross_entropy(logits, labels)]
         mains.append(stand_in.sum() / sure.sum().clamp(min=1))
+        shares = logits.softmax(1).mean(0)
+        mains.append((shares * shares.clamp(min=1e-12).log()).sum())  # log K less than its distance from even shares
         task = self._gradient(losses.mean())
         gradients = [self._gradient(loss) for loss in mains]
         return (

@@ -35,6 +35,7 @@ Told = Callable[[int, int, Correlation, float], None]
 
 _SIZED = ("digits", "imagenet", "vid-robust", "folder")  # families whose images have the size one asks for
 _READ = 1000
+_FORMAT = 2  # 1 had no balance
 LUMA = (0.299, 0.587, 0.114)
 
 
@@ -124,7 +125,7 @@ def run_study(
     """
     path = Path(out)
     settings = {"limit": limit, "batch": batch, "single": single, "confident": confident, "precision": precision}
-    configuration = {"network": net.fingerprint(), "architecture": net.card.architecture, **settings}
+    configuration = {"format": _FORMAT, "network": net.fingerprint(), "architecture": net.card.architecture, **settings}
     sets = {name: open_for(net, name, root) for name in dict.fromkeys(names)}
     marks = {name: test_set.fingerprint() for name, test_set in sets.items()}
     study = read_study(path) if path.exists() else {"configuration": configuration, "sets": {}}
@@ -219,7 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def tell(done: int, total: int, found: Correlation, seconds: float) -> None:
         true = "" if found.batch is None else f"inner {found.batch.inner:+.4g}  cosine {found.batch.cosine:+.3f}  "
-        guess = "" if found.stand_in_batch is None else f"stand-in {found.stand_in_batch.cosine:+.3f}  "
+        own = {"stand-in": found.stand_in_batch, "balance": found.balance}
+        guess = "".join(f"{name} {one.cosine:+.3f}  " for name, one in own.items() if one is not None)
         print(f"{done}/{total}  {found.name}  {true}{guess}{found.images:,} images  {seconds:.1f} s", flush=True)
 
     try:

@@ -23,13 +23,13 @@ def diagnose(
     reference: Annotated[
         str | None,
         typer.Option(
-            help="A set or folder like the training data.", show_default="the training set, or what the card recorded"
+            help="A set or folder like the training data.", show_default="what it was trained on, or its card's record"
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many images of each set.")] = 500,
     trial: Annotated[int, typer.Option(min=1, help="Length of the stream that is tried out.")] = 200,
     steps: Annotated[int, typer.Option(min=1, help="Gradient steps on each image of it.")] = 1,
-    lr: Annotated[float, typer.Option(help="Its learning rate.")] = 0.01,
+    lr: Annotated[float, typer.Option(help="Its learning rate.")] = 0.001,
     threshold: Annotated[float, typer.Option(min=0, max=1, help="The gate's threshold.")] = 0.9,
     seed: Annotated[int, typer.Option(help="Seed of the stream.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,

@@ -36,6 +36,8 @@ PREDICTORS: Mapping[str, str] = {
     "single.cosine": "cosine, by image",
     "stand_in_batch.inner": "inner product, by batch, no labels",
     "stand_in_batch.cosine": "cosine, by batch, no labels",
+    "balance.inner": "inner product, balance, no labels",
+    "balance.cosine": "cosine, balance, no labels",
     "stand_in_single.inner": "inner product, by image, no labels",
     "stand_in_single.cosine": "cosine, by image, no labels",
     "task_loss": "the task's loss",
@@ -154,18 +156,19 @@ def bootstrap_correlation(x: np.ndarray, y: np.ndarray, seed: int = 0, rounds: i
 def draw(joined: Joined) -> list[Drawing]:
     """The paper's scatter for each method, and the one without labels."""
     drawings = []
-    for key in ("batch.inner", "stand_in_batch.cosine"):
+    for key in ("batch.inner", "balance.inner", "stand_in_batch.inner"):
         for method, improvement in joined.improvements.items():
             usable = np.isfinite(joined.values[key])
             if usable.sum() < 3 or np.ptp(joined.values[key][usable]) == 0:
                 continue
+            what, _, how = PREDICTORS[key].partition(", ")
             drawings.append(
                 draw_correlation(
                     joined.values[key][usable],
                     improvement[usable],
                     name=f"gradients-{method}-{key.replace('.', '-').replace('_', '-')}",
                     title=f"{PREDICTORS[key]} against the improvement of {method}",
-                    x_label=f"the two gradients: {PREDICTORS[key]}",
+                    x_label=f"{what} of the two gradients" + (f" ({how})" if how != "by batch" else ""),
                     y_label=f"improvement of {method}, points",
                     colour=method,
                 )
