@@ -1039,13 +1039,17 @@ def test_a_stream_leaves_nothing_behind(build: Callable[[YNet], Adapter]) -> Non
     assert len(gc.get_objects()) - objects < 100
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def megabytes() -> float:
+    """The memory that the process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+
+
+@needs_proc
 def test_the_process_does_not_grow_along_a_stream() -> None:
     adapter, image = Online(tiny_network(), copies=2), Draws.of(0, torch.arange(1)).uniform(1, 8, 8)
-
-    def megabytes() -> float:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
-
     for _ in range(300):
         adapter.predict(image)
     before = megabytes()
@@ -1053,6 +1057,27 @@ def test_the_process_does_not_grow_along_a_stream() -> None:
         adapter.predict(image)
     assert adapter.seen == 1300
     assert megabytes() - before < 2  # 2 kB an image would be too much
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda net: Online(net, copies=2, share="batch"),
+        lambda net: Episodic(net, copies=2, steps=1, share="batch"),
+        lambda net: Streams(net, 100, copies=2),
+    ],
+    ids=["online", "episodic", "streams"],
+)
+def test_a_hundred_thousand_images_leave_the_memory_of_the_first_hundred(build: Callable[[YNet], Adapter]) -> None:
+    adapter, images = build(tiny_network()), Draws.of(0, torch.arange(100)).uniform(1, 8, 8)
+    adapter.predict(images)
+    before = megabytes()
+    for _ in range(999):
+        adapter.predict(images)
+    assert adapter.seen == 100_000
+    assert megabytes() - before < 4  # 40 bytes an image would be too much
 
 
 def test_predictions_are_joined_and_indexed() -> None:
