@@ -183,8 +183,8 @@ def judge(found: Diagnosis, guessing: float) -> Verdict:
         helps           they point the same way, and the task does not get harder along the stream
         unclear         none of these
 
-    Which way the gradients point is told without labels: by the balance of the predictions, which comes closer to the
-    true labels, and where that does not go beyond chance by the confident predictions.
+    Which way the gradients point is told without labels: by the balance of the predictions, and where that does not go
+    beyond chance by the confident predictions, which can speak for adaptation but not against it.
 
     Args:
         found: Everything but the verdict.
@@ -276,12 +276,11 @@ def _helps(found: Diagnosis, guessing: float) -> Verdict | None:
 
 def _direction(found: Diagnosis) -> int:
     """1 where the two gradients point the same way beyond chance, -1 where they point apart, else 0."""
-    for own in (found.balance, found.agreement):
-        if own is not None and _cosine(own).low > 0:
-            return 1
-        if own is not None and _cosine(own).high < 0:
-            return -1
-    return 0
+    if found.balance is not None and _cosine(found.balance).high < 0:
+        return -1
+    # A confident prediction that is wrong turns its gradient round, so the stand-ins can speak for it only.
+    known = [own for own in (found.balance, found.agreement) if own is not None]
+    return 1 if any(_cosine(own).low > 0 for own in known) else 0
 
 
 def tell(found: Diagnosis) -> str:
