@@ -203,7 +203,9 @@ def test_without_a_shipped_network_predict_says_how_to_get_one(
 
 
 def test_predict_uses_the_shipped_network_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("testtime.networks.ynet.shipped", lambda: ("a-digits", "cifar10-resnet26-bn-joint", "cifar10-resnet26-gn-joint"))
+    monkeypatch.setattr(
+        "testtime.networks.ynet.shipped", lambda: ("a-digits", "cifar10-resnet26-bn-joint", "cifar10-resnet26-gn-joint")
+    )
     assert default_network() == "cifar10-resnet26-gn-joint"
     monkeypatch.setattr("testtime.networks.ynet.shipped", lambda: ("a-digits", "b-faces"))
     assert default_network() == "a-digits"
