@@ -1,4 +1,4 @@
-"""The README: its code runs, its table is what the results file says, its links lead somewhere."""
+"""The README and the demo's document: the code runs, the tables are what the results say, the links lead somewhere."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import pytest
 
 import testtime as tt
 from testtime.demo import CHOICE, METHODS, SHIFTS
-from testtime.report.readme import BEGIN, END, RESULTS, update
+from testtime.report.committed import read_whole
+from testtime.report.documents import fill
+from testtime.report.readme import DEMO, RESULTS, main, tell_cifar, tell_demo
 from testtime.report.results import MEAN, Results, collect
 from testtime.runs import open_runs
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+DOCUMENT = (ROOT / DEMO).read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
@@ -39,12 +42,28 @@ def results() -> Results:
     return collect(open_runs(ROOT / RESULTS))
 
 
-def test_the_table_is_what_the_results_file_says(results: Results, tmp_path: Path) -> None:
-    assert update(README, results) == README
+def test_the_demos_table_is_what_the_results_file_says(results: Results, tmp_path: Path) -> None:
+    """After new results: python -m testtime.report.readme."""
+    assert fill(DOCUMENT, {str(RESULTS): tell_demo(results)}) == DOCUMENT
     held = json.loads((ROOT / RESULTS).read_text())
     held["runs"][0]["about"]["versions"]["torch"] = "0.0"
     (tmp_path / "other.json").write_text(json.dumps(held))
-    assert update(README, collect(open_runs(tmp_path / "other.json"))) != README
+    assert "torch 0.0;" in tell_demo(collect(open_runs(tmp_path / "other.json")))
+
+
+def test_the_readmes_table_is_what_the_results_say() -> None:
+    """After new results: python -m testtime.report.readme."""
+    whole = read_whole(ROOT)
+    assert fill(README, {"results/cifar10": tell_cifar(whole)}) == README
+    top = whole.tables[0]
+    assert (top.family, top.level) == ("cifar10-c", 5)
+    for method, mean in {method: row[MEAN].error for method, row in top.rows.items()}.items():
+        line = next(line for line in README.splitlines() if line.startswith(f"| `{method}` "))
+        cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+        assert cells[-2:] == [f"{mean:.1f}", f"{top.paper_value(method, MEAN, 'error'):.1f}"]
+        assert float(cells[-2]) == pytest.approx(sum(map(float, cells[2:17])) / 15, abs=0.06)
+    less = 100 * (1 - top.rows["online"][MEAN].error / top.rows["fixed"][MEAN].error)
+    assert f"`online` {less:.0f}%" in README
 
 
 def test_the_results_are_those_of_the_demo(results: Results) -> None:
@@ -65,13 +84,20 @@ def test_the_results_are_worth_showing(results: Results) -> None:
     assert max(row["original"].error for row in rows.values()) <= rows["fixed"]["original"].error + 1
 
 
-def test_links_lead_to_files() -> None:
-    targets = [target for target in re.findall(r"\]\(([^)]+)\)", README) if "://" not in target]
-    assert {"docs/demo.svg", str(RESULTS)} <= set(targets)
-    assert all((ROOT / target).is_file() for target in targets)
+@pytest.mark.parametrize("name", ["README.md", "docs/demo.md", "docs/results.md"])
+def test_links_lead_to_files(name: str) -> None:
+    place = ROOT / name
+    targets = [target for target in re.findall(r"\]\(([^)]+)\)", place.read_text()) if "://" not in target]
+    assert len(targets) > 1
+    assert [target for target in targets if not (place.parent / target).exists()] == []
 
 
-def test_a_readme_without_its_place_for_the_table_is_refused(results: Results) -> None:
-    with pytest.raises(ValueError, match="must have the lines"):
-        update("# testtime\n" + BEGIN, results)
-    assert README.count(BEGIN) == README.count(END) == 1
+def test_without_its_files_it_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert told.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

@@ -1,87 +1,102 @@
-"""The README's table and picture, made from a committed summary: `python -m testtime.report.readme`.
+"""The README's table and the demo's, made from committed results: `python -m testtime.report.readme`.
 
-The table stands between two comments, so that the rest of the README is nobody's business here. With `--check` nothing
-is written; the exit code says whether the README already is what the results say.
+Writes a part of `README.md` from `results/cifar10/`, and the table of `docs/demo.md` and its picture from
+`results/digits-demo.json`. The README's picture is one of those of `testtime.report.findings`. With `--check` nothing
+is written; the exit code says whether both documents already are what the results say.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from testtime.report.results import MEAN, Results, collect, column_title
+from testtime.report.committed import by_level, read_whole
+from testtime.report.documents import table, update, wrap
+from testtime.report.results import MEAN, Results, collect, column_short, column_title, method_title
 from testtime.report.run_figures import draw_bars
 from testtime.runs import open_runs
 from testtime.storage import write_whole
 
-BEGIN = "<!-- begin: results/digits-demo.json -->"
-END = "<!-- end -->"
+README, DEMO = Path("README.md"), Path("docs/demo.md")
 RESULTS, PICTURE = Path("results/digits-demo.json"), Path("docs/demo.svg")
 
 
-def markdown_table(results: Results) -> str:
-    """Sets down and methods across, the mean in bold, and the time of an image."""
-    table = results.tables[0]
-    methods = list(table.rows)
-    lines = ["| error in % | " + " | ".join(f"`{name}`" for name in methods) + " |", "|---|" + "---:|" * len(methods)]
-    for column in table.columns:
+def tell_cifar(results: Results) -> str:
+    """Methods down and the sets of level 5 across, with the paper's mean, and what belongs to it."""
+    top = by_level(results)[5]
+    names = {method: method_title(method).replace(method, f"`{method}`", 1) for method in top.rows}
+    rows = []
+    for method, row in top.rows.items():
+        known = top.paper_value(method, MEAN, "error")
+        cells = [f"{row[column].error:.1f}" for column in top.columns[:-1]]
+        rows.append([names[method], *cells, f"**{row[MEAN].error:.1f}**", "" if known is None else f"{known:.1f}"])
+    heads = ["error in %", *(column_short(column) for column in top.columns[:-1]), "**mean**", "paper's mean"]
+    means = {method: row[MEAN].error for method, row in top.rows.items()}
+    gains = {method: f"{100 * (1 - mean / means['fixed']):.0f}%" for method, mean in means.items()}
+    first = results.runs[0]
+    shape = next(iter(first.configuration["networks"].values()))["architecture"]
+    images = top.rows["fixed"][top.shifted[0]].images
+    half = max(row[MEAN].half_width for row in top.rows.values())
+    words = (
+        f"CIFAR-10-C at level 5, made by this package; ResNet-{shape['depth']} with {shape['norm'].capitalize()} "
+        f"Normalization; {images:,} images in every column; diamonds are the paper's values. Mean error over the "
+        f"{len(top.shifted)} corruptions: `online` {gains['online']} and `episodic` {gains['episodic']} below `fixed`; "
+        f"the 95% intervals of the means over images are ±{half:.1f} or less. One network, one run, seed "
+        f"{first.about['seeds'][0]}, on one {first.about['hardware']['device']}. Commands, files, the other levels, "
+        "where it differs from the paper and what is not measured yet: [docs/results.md](docs/results.md)."
+    )
+    return f"{table(heads, rows)}\n\n{wrap(words)}"
+
+
+def tell_demo(results: Results) -> str:
+    """Sets down and methods across, with how many digits, which command, hardware, seed and file."""
+    shown, run = results.tables[0], results.runs[0]
+    methods = list(shown.rows)
+    rows = []
+    for column in shown.columns:
         bold = "**" if column == MEAN else ""
         title = "mean of the shifts" if column == MEAN else column_title(column)
-        cells = " | ".join(f"{bold}{table.rows[name][column].error:.1f}{bold}" for name in methods)
-        lines.append(f"| {bold}{title}{bold} | {cells} |")
-    lines.append("| ms for an image | " + " | ".join(f"{1000 * results.seconds[name]:.1f}" for name in methods) + " |")
-    return "\n".join(lines)
-
-
-def tell_results(results: Results) -> str:
-    """The table with what belongs to it: how many digits, which command, hardware, seed and file."""
-    table, run = results.tables[0], results.runs[0]
+        cells = [f"{bold}{shown.rows[name][column].error:.1f}{bold}" for name in methods]
+        rows.append([f"{bold}{title}{bold}", *cells])
+    rows.append(["ms for an image", *(f"{1000 * results.seconds[name]:.1f}" for name in methods)])
     demo, hardware = run.about["demo"], run.about["hardware"]
-    means = {name: row[MEAN].error for name, row in table.rows.items()}
+    means = {name: row[MEAN].error for name, row in shown.rows.items()}
     gains = {name: 100 * (1 - mean / means["fixed"]) for name, mean in means.items()}
-    count = table.rows["fixed"][table.shifted[0]].images
-    half = max(row[MEAN].half_width for row in table.rows.values())
+    count = shown.rows["fixed"][shown.shifted[0]].images
+    half = max(row[MEAN].half_width for row in shown.rows.values())
     busy = "" if demo["load"] is None else f", load average {demo['load']} at the start"
     words = (
-        f"Mean error over the {len(table.shifted)} shifts: `online` {gains['online']:.0f}% and `episodic` "
+        f"Mean error over the {len(shown.shifted)} shifts: `online` {gains['online']:.0f}% and `episodic` "
         f"{gains['episodic']:.0f}% below `fixed`; the 95% intervals of the means over images are ±{half:.1f} or less. "
         f"{count} test digits in every row, one run, seed {run.units[0].seed}; `{run.about['command']}` took "
         f"{demo['seconds']:.0f} s ({demo['training']:.0f} s of it training) on {demo['cores']} cores "
         f"({hardware['processor']}{busy}), torch {run.about['versions']['torch']}; all numbers in "
-        f"[`{RESULTS}`]({RESULTS})."
+        f"[`{RESULTS}`](../{RESULTS})."
     )
-    wrapped = textwrap.fill(f"{words} {demo['choice']}", 120, break_long_words=False, break_on_hyphens=False)
-    return f"{markdown_table(results)}\n\n{wrapped}"
-
-
-def update(readme: str, results: Results) -> str:
-    """The README's text with the part between the comments made anew.
-
-    Raises:
-        ValueError: The comments are not there.
-    """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"The README must have the lines {BEGIN} and {END}.")
-    return f"{before}{BEGIN}\n{tell_results(results)}\n{END}{after}"
+    heads = ["error in %", *(f"`{name}`" for name in methods)]
+    return "\n\n".join([table(heads, rows), wrap(f"{words} {demo['choice']}")])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Update the README and the picture of the checkout in the current folder; the exit code."""
-    parser = argparse.ArgumentParser(description="Make the README's table and picture from the results file.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the table is not current")
+    """Update the documents and the demo's picture in the checkout in the current folder; the exit code."""
+    parser = argparse.ArgumentParser(description="Make the README's and the demo's table from the results files.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a table is not current")
     check = parser.parse_args(arguments).check
-    results = collect(open_runs(RESULTS))
-    readme = Path("README.md").read_text()
-    wanted = update(readme, results)
+    try:
+        demo = collect(open_runs(RESULTS))
+        parts = {
+            README: {"results/cifar10": tell_cifar(read_whole())},
+            DEMO: {str(RESULTS): tell_demo(demo)},
+        }
+        current = update(parts, check)
+    except (OSError, ValueError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
     if check:
-        return int(wanted != readme)
-    write_whole("README.md", wanted)
-    write_whole(PICTURE, draw_bars(results.tables[0]).svg(inline=False))
+        return int(not current)
+    write_whole(PICTURE, draw_bars(demo.tables[0]).svg(inline=False))
     return 0
 
 
