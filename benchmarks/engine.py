@@ -5,9 +5,12 @@
 
 A step is forward, backward and update on the augmented copies of one image; images/s counts whole answers, with what an
 adapter does besides learning (looking at the image before and after, the guard). The naive loop is how the method is
-usually written: each copy augmented by itself as a Pillow picture, the network eager, one image at a time. The last
-rows are plain training steps of the same network on large batches, counted as steps of as many images as there are
-copies: what the hardware gives when nothing has to be kept apart.
+usually written: each copy augmented by itself as a Pillow picture, the network eager, one image at a time. The eager
+reference is the adapter without graphs and without kernels of ours for the CPU. The last rows are plain training steps
+of the same network on large batches, counted as steps of as many images as there are copies: what the hardware gives
+when nothing has to be kept apart.
+
+On a CPU the rows take turns, so that whatever else the machine does falls on all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import platform
 import random
 import time
@@ -87,12 +91,20 @@ def measure(name: str, device: str, work: Any, count: int, steps: int, budget: f
         torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
     while sum(times) < budget or len(times) < 3:
-        begin = time.perf_counter()
-        work()
-        synchronise(device)
-        times.append(time.perf_counter() - begin)
-    median = sorted(times)[len(times) // 2]
+        times.append(take_time(work, device))
     peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else None
+    return summarise(name, times, count, steps, peak)
+
+
+def take_time(work: Any, device: str) -> float:
+    begin = time.perf_counter()
+    work()
+    synchronise(device)
+    return time.perf_counter() - begin
+
+
+def summarise(name: str, times: list[float], count: int, steps: int, peak: float | None) -> Row:
+    median = sorted(times)[len(times) // 2]
     row = {"name": name, "images_per_s": count / median, "steps_per_s": count * steps / median, "runs": len(times)}
     return row | {"spread": (max(times) - min(times)) / median, "peak_mib": peak}
 
@@ -145,21 +157,72 @@ class Table:
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
-        naive_rate = self.rows[0]["steps_per_s"] if self.rows else row["steps_per_s"]
+        # Standard episodes beside the naive standard loop, everything else beside the naive online one.
+        standard = "10 steps" in row["name"] or "standard" in row["name"]
+        rates = [one["steps_per_s"] for one in [*self.rows, row] if one["name"].startswith("naive")]
+        naive_rate = rates[1 if standard and len(rates) > 1 else 0]
         row = {"network": self.network} | row | {"times_naive": row["steps_per_s"] / naive_rate}
         self.rows.append(row)
         memory = f"{row['peak_mib']:9.0f} MiB" if row["peak_mib"] else ""
         print(
             f"{row['name']:46s} {row['steps_per_s']:10.1f} steps/s {row['images_per_s']:10.1f} images/s "
-            f"{row['times_naive']:7.1f} × naive {memory}",
+            f"{row['times_naive']:7.2f} × naive {memory}",
             flush=True,
         )
 
 
+def run_cpu(label: str, net: YNet, size: int, copies: int, options: argparse.Namespace) -> list[Row]:
+    """All rows of one network on a CPU, each measured in turn, round after round."""
+    net, table = net.eval(), Table(label)
+    pool = torch.randint(0, 256, (64, 3, size, size), dtype=torch.uint8)
+    task: dict[str, Any] = {"copies": copies, "task": Rotation()}
+    print(f"\n{label}, {size}×{size}, {copies} copies", flush=True)
+
+    def without_kernels(adapter: Adapter, images: torch.Tensor) -> None:
+        os.environ["TESTTIME_COMPILE"] = "0"
+        try:
+            adapter.predict(images)
+        finally:
+            del os.environ["TESTTIME_COMPILE"]
+
+    confidence = Episodic(net, steps=0, **task).predict(pool[:10]).confidence.sort().values
+    stream, episode = Online(net, **task), Episodic(net, parallel=1, **task)
+    gated = Episodic(net, parallel=1, threshold=float(confidence[2]), **task)
+    plain_stream, plain_episode = Online(net, **task), Episodic(net, parallel=1, **task)
+    # name, work, images, steps for each
+    rows: list[tuple[str, Any, int, int]] = [
+        ("naive loop, online", lambda: naive(net, pool[:2], copies, 1, online=True), 2, 1),
+        ("naive loop, standard, 10 steps", lambda: naive(net, pool[:1], copies, 10, online=False), 1, 10),
+        ("eager reference, online", lambda: without_kernels(plain_stream, pool[:2]), 2, 1),
+        ("eager reference, standard, 10 steps", lambda: without_kernels(plain_episode, pool[:1]), 1, 10),
+        ("one online stream", lambda: stream.predict(pool[:2]), 2, 1),
+        ("one episode of 10 steps", lambda: episode.predict(pool[:1]), 1, 10),
+        ("standard, gate adapts 20% of the images", lambda: gated.predict(pool[:10]), 10, 10),
+    ]
+    for count in options.counts:
+        streams, episodes = Streams(net, count, **task), Episodic(net, parallel=count, **task)
+        images = pool[:count]
+        rows.append((f"{count} streams", lambda s=streams, i=images: s.predict(i), count, 1))
+        rows.append((f"{count} episodes of 10 steps", lambda e=episodes, i=images: e.predict(i), count, 10))
+    times: dict[str, list[float]] = {name: [] for name, *_ in rows}
+    for _, work, *_ in rows:
+        work()  # warm up: compile, allocate
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < options.seconds * len(rows) or len(times[rows[0][0]]) < 3:
+        for name, work, *_ in rows:
+            times[name].append(take_time(work, "cpu"))
+    for name, _, count, steps in rows:
+        table.add(summarise(name, times[name], count, steps, None))
+    table.add(large_batch(net, size, 256, copies, "cpu", "fp32", False, options.seconds))
+    return table.rows
+
+
 def run(label: str, net: YNet, size: int, copies: int, options: argparse.Namespace) -> list[Row]:
     """All rows of one network."""
+    if options.device == "cpu":
+        return run_cpu(label, net, size, copies, options)
     device, budget = options.device, options.seconds
-    cuda, small = device == "cuda", size < 100
+    small = size < 100
     table = Table(label)
     net = net.to(device).eval()
     pool = torch.randint(0, 256, (256, 3, size, size), dtype=torch.uint8)
@@ -169,18 +232,17 @@ def run(label: str, net: YNet, size: int, copies: int, options: argparse.Namespa
     def loop(count: int, steps: int) -> None:
         naive(net, pool[:count], copies, steps, online=steps == 1)
 
-    few = 8 if cuda and small else 2
+    few = 8 if small else 2
     table.add(measure("naive loop, online", device, lambda: loop(few, 1), few, 1, budget))
     table.add(measure("naive loop, standard, 10 steps", device, lambda: loop(1, 10), 1, 10, budget))
     reference = eager(Online(net, **task), pool)
     table.add(adapter_row("eager reference, online", reference, pool[:few], 1, device, budget))
     reference = eager(Episodic(net, parallel=1, **task), pool)
     table.add(adapter_row("eager reference, standard, 10 steps", reference, pool[:1], 10, device, budget))
-    for precision in ("fp32", "tf32", "bf16") if cuda else ("fp32",):
+    for precision in ("fp32", "tf32", "bf16"):
         fast = task | {"precision": precision}
-        if cuda:
-            stream = pool[: 64 if small else 8]
-            table.add(adapter_row(f"one online stream, {precision}", Online(net, **fast), stream, 1, device, budget))
+        stream = pool[: 64 if small else 8]
+        table.add(adapter_row(f"one online stream, {precision}", Online(net, **fast), stream, 1, device, budget))
         for count in options.counts or ((4, 16, 64, 256) if small else (4, 16)):
             images = pool[:count]
             streams = Streams(net, count, **fast)
@@ -190,22 +252,18 @@ def run(label: str, net: YNet, size: int, copies: int, options: argparse.Namespa
             name = f"{count} episodes of 10 steps, {precision}"
             table.add(adapter_row(name, episodes, images, 10, device, budget))
             del episodes
-            if cuda:
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
     if small:
-        images = pool[: 200 if cuda else 10]
+        images = pool[:200]
         confidence = Episodic(net, steps=0, **task).predict(images).confidence.sort().values
         threshold = float(confidence[len(images) // 5])
-        gated = Episodic(net, parallel=64 if cuda else 1, threshold=threshold, **task)
+        gated = Episodic(net, parallel=64, threshold=threshold, **task)
         table.add(adapter_row("standard, gate adapts 20% of the images", gated, images, 10, device, budget))
-    if cuda:
-        for precision in ("tf32", "bf16"):
-            for compiled in (False, True):
-                batch = 8192 if small else 512
-                table.add(large_batch(net, size, batch, copies, device, precision, compiled, budget))
-                torch.cuda.empty_cache()
-    else:
-        table.add(large_batch(net, size, 256, copies, device, "fp32", False, budget))
+    for precision in ("tf32", "bf16"):
+        for compiled in (False, True):
+            batch = 8192 if small else 512
+            table.add(large_batch(net, size, batch, copies, device, precision, compiled, budget))
+            torch.cuda.empty_cache()
     return table.rows
 
 

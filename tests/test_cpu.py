@@ -67,7 +67,7 @@ def test_convolution_and_its_gradients(channels: int, images: int, height: int, 
     ours = [tensor.clone().requires_grad_() for tensor in tensors]
     exact = [tensor.double().requires_grad_() for tensor in tensors]
     given = cpu.GroupNorm(norm.groups, ours[3], ours[4], norm.eps, norm.relu) if "norm" in form else None
-    y = cpu.convolve(ours[0], ours[1], ours[2] if "plus" in form else None, given)
+    y = cpu.convolve(ours[0], [cpu.Convolution(ours[1], given)], ours[2] if "plus" in form else None)
     normed = norm_alone(exact[0], norm, exact[3], exact[4]) if "norm" in form else exact[0]
     expected = convolve_alone(normed, exact[1], exact[2] if "plus" in form else None)
     check([y], [expected], 2e-6)
@@ -77,8 +77,39 @@ def test_convolution_and_its_gradients(channels: int, images: int, height: int, 
     gradients = torch.autograd.grad(y, [ours[place] for place in wanted], grad)
     check(list(gradients), list(torch.autograd.grad(expected, [exact[p] for p in wanted], grad.double())), 2e-5)
     with torch.no_grad():
-        again = cpu.convolve(x, weight, plus if "plus" in form else None, norm if "norm" in form else None)
+        layer = cpu.Convolution(weight, norm if "norm" in form else None)
+        again = cpu.convolve(x, [layer], plus if "plus" in form else None)
     assert torch.equal(again, y)
+
+
+@needs_compiler
+@pytest.mark.parametrize("channels", [16, 64])
+@pytest.mark.parametrize(("count", "images"), [(1, 5), (3, 2), (2, 40)])
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 7])
+def test_chains_and_their_gradients(layers: int, count: int, images: int, channels: int) -> None:
+    """Against the same chain, convolution by convolution."""
+    x, plus, grad = (numbers(seed, count * images, channels, 5, 6) for seed in (0, 1, 2))
+    chain = [
+        cpu.Convolution(numbers(9 + place, count, channels, channels, 3, 3) / channels**0.5, norm_of(count, channels))
+        for place in range(layers)
+    ]
+    norms = [layer.norm for layer in chain if layer.norm is not None]
+    moving = [x, *(t for one, norm in zip(chain, norms, strict=True) for t in (one.weight, norm.weight, norm.bias))]
+    moving += [plus] if layers % 2 else []
+    for tensor in moving:
+        tensor.requires_grad_()
+    ours = cpu.convolve(x, chain, plus if layers % 2 else None)
+    expected, rest = x, chain
+    if layers % 2:
+        expected, rest = cpu.convolve(x, chain[:1], plus), chain[1:]
+    for first, second in zip(rest[::2], rest[1::2], strict=True):
+        expected = cpu.convolve(cpu.convolve(expected, [first]), [second], expected)
+    assert torch.equal(ours, expected)
+    gradients, wanted = (torch.autograd.grad(y, moving, grad) for y in (ours, expected))
+    for one, other in zip(gradients, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+    with torch.no_grad():
+        assert torch.equal(cpu.convolve(x, chain, plus if layers % 2 else None), ours)
 
 
 @needs_compiler
@@ -102,7 +133,7 @@ def test_rounding_is_no_worse_than_torchs() -> None:
     for channels, size in ((16, 32), (32, 16), (64, 8)):
         x, weight = numbers(0, 8, channels, size, size).relu(), numbers(1, 1, channels, channels, 3, 3)
         exact = F.conv2d(x.double(), weight[0].double(), padding=1)
-        ours, torchs = cpu.convolve(x, weight), F.conv2d(x, weight[0], padding=1)
+        ours, torchs = cpu.convolve(x, [cpu.Convolution(weight)]), F.conv2d(x, weight[0], padding=1)
         assert (ours - exact).square().mean() < 4 * (torchs - exact).square().mean()
 
 
@@ -111,13 +142,14 @@ def test_parameters_may_lie_anywhere() -> None:
     """As rows of a larger tensor, which is how replicas hold them, or in any other order."""
     x, norm = numbers(0, 4, 16, 6, 6), norm_of(2, 16)
     weight = numbers(5, 2, 16, 16, 3, 3)
-    expected = cpu.convolve(x, weight, None, norm)
+    expected = cpu.convolve(x, [cpu.Convolution(weight, norm)])
     rows = torch.cat([norm.weight, weight.flatten(1), norm.bias], dim=1)
     inside = cpu.GroupNorm(8, rows[:, :16], rows[:, -16:], norm.eps, True)
-    assert torch.equal(cpu.convolve(x, rows[:, 16:-16].unflatten(1, (16, 16, 3, 3)), None, inside), expected)
+    layer = cpu.Convolution(rows[:, 16:-16].unflatten(1, (16, 16, 3, 3)), inside)
+    assert torch.equal(cpu.convolve(x, [layer]), expected)
     turned = weight.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)
     apart = cpu.GroupNorm(8, norm.weight, rows[:, -16:], norm.eps, True)
-    assert torch.equal(cpu.convolve(x.contiguous(), turned, None, apart), expected)
+    assert torch.equal(cpu.convolve(x.contiguous(), [cpu.Convolution(turned, apart)]), expected)
 
 
 @pytest.fixture
@@ -135,7 +167,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     results = []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        y = cpu.convolve(cpu.group_norm(x, norm), weight, x, norm)
+        y = cpu.convolve(cpu.group_norm(x, norm), [cpu.Convolution(weight, norm)] * 5, x)
         results.append([y, *torch.autograd.grad(y.square().sum(), moving)])
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
@@ -143,9 +175,10 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 @needs_compiler
 def test_an_image_is_the_same_in_any_company() -> None:
     x, weight, norm = numbers(0, 7, 64, 8, 8), numbers(1, 1, 64, 64, 3, 3), norm_of(1, 64)
-    together = cpu.convolve(x, weight, x, norm)
+    layers = [cpu.Convolution(weight, norm)] * 3
+    together = cpu.convolve(x, layers, x)
     for n in range(7):
-        assert torch.equal(cpu.convolve(x[n : n + 1], weight, x[n : n + 1], norm), together[n : n + 1])
+        assert torch.equal(cpu.convolve(x[n : n + 1], layers, x[n : n + 1]), together[n : n + 1])
 
 
 @needs_compiler
@@ -155,7 +188,7 @@ def test_what_explodes_shows_and_stays_in_its_replica(bad: float) -> None:
     spoiled = x.clone()
     spoiled[2, 3, 4, 4] = bad  # of the second replica
     moving = [tensor.requires_grad_() for tensor in (weight, norm.weight, norm.bias)]
-    clean, dirty = (cpu.convolve(images, weight, None, norm) for images in (x, spoiled))
+    clean, dirty = (cpu.convolve(images, [cpu.Convolution(weight, norm)] * 2) for images in (x, spoiled))
     assert not dirty[2].isfinite().all()
     pairs = [torch.autograd.grad(y.square().sum(), moving) for y in (clean, dirty)]
     for a, b in ((clean.unflatten(0, (3, 2)), dirty.unflatten(0, (3, 2))), *zip(*pairs, strict=True)):
@@ -166,7 +199,7 @@ def test_what_explodes_shows_and_stays_in_its_replica(bad: float) -> None:
 @needs_compiler
 def test_there_is_no_second_derivative() -> None:
     weight = numbers(1, 1, 16, 16, 3, 3).requires_grad_()
-    y = cpu.convolve(numbers(0, 1, 16, 4, 4), weight)
+    y = cpu.convolve(numbers(0, 1, 16, 4, 4), [cpu.Convolution(weight)])
     (gradient,) = torch.autograd.grad(y.square().sum(), weight, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
@@ -212,7 +245,8 @@ def test_without_a_place_to_keep_them_kernels_are_compiled_all_the_same(monkeypa
     blocked = Path(os.environ["XDG_CACHE_HOME"])
     blocked.write_text("a file where a folder should be")
     assert cpu.available()
-    assert torch.equal(cpu.convolve(torch.zeros(1, 16, 2, 2), torch.zeros(1, 16, 16, 3, 3)), torch.zeros(1, 16, 2, 2))
+    layer = cpu.Convolution(torch.zeros(1, 16, 16, 3, 3))
+    assert torch.equal(cpu.convolve(torch.ones(1, 16, 2, 2), [layer]), torch.zeros(1, 16, 2, 2))
 
 
 @pytest.mark.usefixtures("fresh")

@@ -11,16 +11,16 @@ result. Without a compiler, or with `TESTTIME_COMPILE=0` set, `available` says n
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from testtime.cpu.build import Job, Norm, available, kernels
+from testtime.cpu.build import Chain, Layer, Norm, available, kernels
 
-__all__ = ["CHANNELS", "GroupNorm", "available", "convolve", "group_norm"]
+__all__ = ["CHANNELS", "Convolution", "GroupNorm", "available", "convolve", "group_norm"]
 
 CHANNELS = (16, 32, 64, 128)  # that `convolve` is compiled for
 
@@ -44,95 +44,122 @@ class GroupNorm:
     relu: bool
 
 
+@dataclass(frozen=True)
+class Convolution:
+    """A 3×3 convolution, stride and padding 1, of as many channels in as out.
+
+    Attributes:
+        weight: Filters `(S, C, C, 3, 3)`; C is one of `CHANNELS`.
+        norm: Applied first, if any.
+    """
+
+    weight: Tensor
+    norm: GroupNorm | None = None
+
+
 def group_norm(x: Tensor, norm: GroupNorm) -> Tensor:
     """GroupNorm of x `(S·B, C, H, W)`, float32; C is a multiple of 16."""
     return _GroupNorm.apply(x, norm.weight, norm.bias, norm)  # type: ignore[return-value]
 
 
-def convolve(x: Tensor, weight: Tensor, plus: Tensor | None = None, norm: GroupNorm | None = None) -> Tensor:
-    """3×3 convolution, stride and padding 1, of x `(S·B, C, H, W)` with weights `(S, C, C, 3, 3)`.
+def convolve(x: Tensor, layers: Sequence[Convolution], plus: Tensor | None = None) -> Tensor:
+    """A chain of convolutions of x `(S·B, C, H, W)`, float32.
+
+    If their number is odd, `plus` is added to the output of the first. The others come in pairs, residual blocks: the
+    input of a pair is added to its output.
 
     Args:
-        x: Images, float32; C is one of `CHANNELS`.
-        weight: Filters, float32.
-        plus: Added to the result, of its shape.
-        norm: Applied to x first.
+        x: Images.
+        layers: The convolutions; those in pairs have norms, and all norms as many groups.
+        plus: Images of x's shape.
     """
+    assert len(layers) % 2 or plus is None
     if not torch.is_grad_enabled():
-        return _convolve(x, weight, plus, norm)[0]
-    scale, shift = (None, None) if norm is None else (norm.weight, norm.bias)
-    return _Convolve.apply(x, weight, plus, scale, shift, norm)  # type: ignore[return-value]
+        x, layers = _channels_last(x), _in_rows(layers)
+        return _forward(x, layers, _moments(x, layers), plus, None)
+    tensors = [t for one in layers for t in (one.weight, *((one.norm.weight, one.norm.bias) if one.norm else ()))]
+    return _Convolve.apply(x, plus, layers, *tensors)  # type: ignore[return-value]
 
 
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: GroupNorm) -> Tensor:
-        x, (weight, bias) = _channels_last(x), _rows(weight, bias)
-        y, moments = torch.empty_like(x), _moments(x, norm)
-        job = _norm(x, weight, bias, moments, norm)
-        kernels().norm_forward(job, x.data_ptr(), y.data_ptr(), *_sizes(x, weight))
-        ctx.save_for_backward(x, weight, bias, moments)
+        x, norm = _channels_last(x), _norm_in_rows(norm)
+        y, moments = torch.empty_like(x), x.new_empty(len(x), norm.groups, 2)
+        kernels().norm_forward(_norm(x, norm, moments), x.data_ptr(), y.data_ptr(), *_sizes(x, norm.weight))
+        ctx.save_for_backward(x, norm.weight, norm.bias, moments)
         ctx.norm = norm
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, bias, moments = ctx.saved_tensors
-        grad, grad_x, parts = _channels_last(grads[0]), torch.empty_like(x), _parts(x)
-        job = _norm(x, weight, bias, moments, ctx.norm)
-        pointers = x.data_ptr(), grad.data_ptr(), grad_x.data_ptr(), parts.data_ptr()
-        kernels().norm_backward(job, *pointers, *_sizes(x, weight))
-        return grad_x, *_sum_parts(parts, len(weight)), None
+        x, weight, _, moments = ctx.saved_tensors
+        grad, grad_x, parts = _channels_last(grads[0]), torch.empty_like(x), x.new_empty(len(x), 2, x.shape[1])
+        pointers = _pointers(x, grad, grad_x, parts)
+        kernels().norm_backward(_norm(x, ctx.norm, moments), *pointers, *_sizes(x, weight))
+        return grad_x, *parts.unflatten(0, (len(weight), -1)).sum(1).unbind(1), None
 
 
 class _Convolve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, plus: Any, scale: Any, shift: Any, norm: Any) -> Tensor:
-        y, *kept = _convolve(x, weight, plus, norm)
-        ctx.save_for_backward(*kept)
-        ctx.norm = norm
-        return y
+    def forward(ctx: Any, x: Tensor, plus: Any, layers: Any, *tensors: Tensor) -> Tensor:
+        x, layers = _channels_last(x), _in_rows(layers)
+        moments, inner = _moments(x, layers), x.new_empty(len(layers) - 1, *x.shape)  # memory; its axes do not count
+        ctx.save_for_backward(x, moments, inner, *tensors)  # the tensors: to be told if they were changed meanwhile
+        ctx.layers = layers
+        return _forward(x, layers, moments, plus, inner)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, scale, shift, moments = ctx.saved_tensors
-        of_x, of_weight, of_plus, *of_norm, _ = ctx.needs_input_grad
-        grad, job = _channels_last(grads[0]), _job(x, weight)
-        grad_x = torch.empty_like(x) if of_x or any(of_norm) else None
-        grad_weight = x.new_empty(weight.shape) if of_weight else None
-        norm_parts = None
-        if ctx.norm is not None:
-            job.norm = ctypes.pointer(_norm(x, scale, shift, moments, ctx.norm))
-            norm_parts = _parts(x)
-        kernels().convolve_backward(job, x.shape[1], *_pointers(grad, grad_x, grad_weight, norm_parts))
-        grad_norm = _sum_parts(norm_parts, len(weight)) if norm_parts is not None and any(of_norm) else (None, None)
-        return grad_x, grad_weight, grad if of_plus else None, *grad_norm, None
+        (x, moments, inner, *_), layers = ctx.saved_tensors, ctx.layers
+        of_x, of_plus, _, *of_tensors = ctx.needs_input_grad
+        grad, weight, alone = _channels_last(grads[0]), layers[0].weight, len(layers) == 1
+        first_norm = layers[0].norm is not None and any(of_tensors[1:3])
+        grad_x = torch.empty_like(x) if of_x or first_norm else None
+        grad_plus = torch.empty_like(x) if of_plus and not alone else None
+        grad_weights = x.new_empty(len(layers), *weight.shape) if any(of_tensors) else None
+        parts = x.new_empty(len(layers), len(x), 2, x.shape[1])
+        pointers = _pointers(x, inner, grad, grad_x, grad_plus, grad_weights, parts)
+        kernels().chain_backward(_chain(x, layers, moments), x.shape[1], *pointers)
+        of_norms = parts.unflatten(1, (len(weight), -1)).sum(2).unbind(0)  # (S, 2, C) for each layer
+        gradients: list[Tensor | None] = []
+        for place, layer in enumerate(layers):
+            gradients.append(None if grad_weights is None else grad_weights[place])
+            if layer.norm is not None:
+                gradients += of_norms[place].unbind(1)
+        return grad_x, grad if of_plus and alone else grad_plus, None, *gradients
 
 
-def _convolve(
-    x: Tensor, weight: Tensor, plus: Tensor | None, norm: GroupNorm | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The result, and what its gradient needs: inputs as they were read, the norm's moments."""
-    x, (weight,) = _channels_last(x), _rows(weight)
-    job, scale, shift, moments = _job(x, weight), None, None, None
-    if norm is not None:
-        (scale, shift), moments = _rows(norm.weight, norm.bias), _moments(x, norm)
-        job.norm = ctypes.pointer(_norm(x, scale, shift, moments, norm))
+def _forward(
+    x: Tensor, layers: Sequence[Convolution], moments: Tensor, plus: Tensor | None, inner: Tensor | None
+) -> Tensor:
+    """The output; those of the layers before the last are written to `inner`, if given."""
     y, plus = torch.empty_like(x), None if plus is None else _channels_last(plus)
-    kernels().convolve_forward(job, x.shape[1], *_pointers(plus, y))
-    return y, x, weight, scale, shift, moments
+    kernels().chain_forward(_chain(x, layers, moments), x.shape[1], *_pointers(x, plus, inner, y))
+    return y
 
 
-def _norm(x: Tensor, weight: Tensor, bias: Tensor, moments: Tensor, norm: GroupNorm) -> Norm:
-    pointers = weight.data_ptr(), bias.data_ptr(), weight.stride(0), moments.data_ptr()
+def _chain(x: Tensor, layers: Sequence[Convolution], moments: Tensor) -> Chain:
+    array = (Layer * len(layers))(*(_layer(x, *both) for both in zip(layers, moments, strict=True)))
+    replicas, images, threads = _sizes(x, layers[0].weight)
+    return Chain(array, len(layers), len(layers) % 2, replicas, images, *x.shape[2:], threads)
+
+
+def _layer(x: Tensor, layer: Convolution, moments: Tensor) -> Layer:
+    norm = Norm() if layer.norm is None else _norm(x, layer.norm, moments)
+    return Layer(norm, layer.weight.data_ptr(), layer.weight.stride(0))
+
+
+def _norm(x: Tensor, norm: GroupNorm, moments: Tensor) -> Norm:
+    pointers = norm.weight.data_ptr(), norm.bias.data_ptr(), norm.weight.stride(0), moments.data_ptr()
     return Norm(*pointers, x.shape[2] * x.shape[3], x.shape[1], norm.groups, norm.eps, norm.relu)
 
 
-def _job(x: Tensor, weight: Tensor) -> Job:
-    replicas, images, threads = _sizes(x, weight)
-    return Job(None, x.data_ptr(), weight.data_ptr(), weight.stride(0), replicas, images, *x.shape[2:], threads)
+def _moments(x: Tensor, layers: Sequence[Convolution]) -> Tensor:
+    groups = max(0 if layer.norm is None else layer.norm.groups for layer in layers)
+    return x.new_empty(len(layers), len(x), groups, 2)
 
 
 def _pointers(*tensors: Tensor | None) -> list[int | None]:
@@ -145,28 +172,23 @@ def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
     return count, x.shape[0] // count, torch.get_num_threads()
 
 
-def _moments(x: Tensor, norm: GroupNorm) -> Tensor:
-    return x.new_empty(len(x), norm.groups, 2)
-
-
-def _parts(x: Tensor) -> Tensor:
-    """Room for each image's part of the gradients by scale and shift."""
-    return x.new_empty(len(x), 2, x.shape[1])
-
-
-def _sum_parts(parts: Tensor, count: int) -> tuple[Tensor, ...]:
-    """The gradients by scale and shift, `(S, C)` each."""
-    return parts.unflatten(0, (count, -1)).sum(1).unbind(1)
-
-
 def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def _rows(*stacked: Tensor) -> tuple[Tensor, ...]:
-    """Tensors whose rows are each in one piece, as far apart in one as in the other."""
-    apart = stacked[0].stride(0)
-    for tensor in stacked:
-        if tensor.stride(0) != apart or not tensor[0].is_contiguous():
-            return tuple(tensor.contiguous() for tensor in stacked)
-    return stacked
+def _in_rows(layers: Sequence[Convolution]) -> Sequence[Convolution]:
+    """The layers, with copies of parameters whose rows, one for each replica, are not each in one piece."""
+    if all(
+        one.weight[0].is_contiguous() and (one.norm is None or _norm_in_rows(one.norm) is one.norm) for one in layers
+    ):
+        return layers
+    norms = [None if one.norm is None else _norm_in_rows(one.norm) for one in layers]
+    return [Convolution(one.weight.contiguous(), norm) for one, norm in zip(layers, norms, strict=True)]
+
+
+def _norm_in_rows(norm: GroupNorm) -> GroupNorm:
+    """The norm, with scale and shift in pieces that are as far apart in one as in the other."""
+    weight, bias = norm.weight, norm.bias
+    if weight.stride() == bias.stride() and weight.stride(1) == 1:
+        return norm
+    return GroupNorm(norm.groups, weight.contiguous(), bias.contiguous(), norm.eps, norm.relu)

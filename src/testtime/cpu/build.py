@@ -37,22 +37,26 @@ class Norm(ctypes.Structure):
     ]
 
 
-class Job(ctypes.Structure):
-    """`struct Job` of kernels.cpp."""
+class Layer(ctypes.Structure):
+    """`struct Layer` of kernels.cpp."""
+
+    _fields_ = [("norm", Norm), ("w", _POINTER), ("stride", ctypes.c_int64)]
+
+
+class Chain(ctypes.Structure):
+    """`struct Chain` of kernels.cpp."""
 
     _fields_ = [
-        ("norm", ctypes.POINTER(Norm)),
-        *((name, _POINTER) for name in ("x", "w")),
-        ("stride", ctypes.c_int64),
-        *((name, _INT) for name in ("replicas", "images", "height", "width", "threads")),
+        ("layers", ctypes.POINTER(Layer)),
+        *((name, _INT) for name in ("count", "lead", "replicas", "images", "height", "width", "threads")),
     ]
 
 
 _ARGUMENTS = {
     "norm_forward": [ctypes.POINTER(Norm), *[_POINTER] * 2, *[_INT] * 3],
     "norm_backward": [ctypes.POINTER(Norm), *[_POINTER] * 4, *[_INT] * 3],
-    "convolve_forward": [ctypes.POINTER(Job), _INT, *[_POINTER] * 2],
-    "convolve_backward": [ctypes.POINTER(Job), _INT, *[_POINTER] * 4],
+    "chain_forward": [ctypes.POINTER(Chain), _INT, *[_POINTER] * 4],
+    "chain_backward": [ctypes.POINTER(Chain), _INT, *[_POINTER] * 7],
 }
 
 

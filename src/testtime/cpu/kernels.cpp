@@ -4,43 +4,64 @@
 // Channels come in vectors of 16, so C is a multiple of 16. Every sum has an order of its own that depends on the sizes
 // alone, never on the number of threads, so that results are the same bit for bit wherever they are computed.
 //
-// A GroupNorm in front of a convolution is computed image by image just before it, and again in the backward pass: what
-// it gives stays in the cache and is never written to memory.
+// Convolutions come in chains that a thread follows with a few images at a time, so that they stay in its cache. A
+// GroupNorm in front of a convolution is computed just before it, and again in the backward pass: what it gives is
+// never written to memory.
 
 #include "winograd.h"
 
 namespace {
 
-// What a convolution works on. A unit is as many images of a replica as make a block of tiles, often a single one.
-struct Job {
-    const Norm* norm;  // in front of the convolution, or null
-    const float* x;
+// A 3×3 convolution, behind a GroupNorm or not.
+struct Layer {
+    Norm norm;  // without weight: none
     const float* w;  // (S, C, C, 3, 3), each replica's `stride` numbers behind the last one's
     int64_t stride;
-    int replicas, images, height, width, threads;
-
-    int per_unit() const { return (TILES + Tiling{1, height, width}.tiles() - 1) / Tiling{1, height, width}.tiles(); }
-    int units() const { return (images + per_unit() - 1) / per_unit(); }
-    int first(int unit) const { return unit * per_unit(); }
-    Tiling tiling(int unit) const { return {std::min(per_unit(), images - first(unit)), height, width}; }
 };
 
-// Filters as the products want them, u (S, 16, C, C): [place][input][output], or transposed and turned by 180° for the
-// gradient by the input. To be called by all threads.
+// A chain of layers, each on the output of the one before. With `lead`, something from outside may be added to the
+// output of the first. The others come in pairs, residual blocks: the input of a pair is added to its output.
+//
+// A unit is as many images of a replica as make a block of tiles, often a single one.
+struct Chain {
+    const Layer* layers;
+    int count, lead, replicas, images, height, width, threads;
+
+    bool leads(int layer) const { return layer < lead; }
+    bool ends_pair(int layer) const { return layer >= lead && (layer - lead) % 2 == 1; }
+    int tiles() const { return Tiling{images, height, width}.tiles(); }
+    int per_unit() const { return (TILES + Tiling{1, height, width}.tiles() - 1) / Tiling{1, height, width}.tiles(); }
+    int units() const { return (images + per_unit() - 1) / per_unit(); }
+    Tiling tiling(int unit) const { return {std::min(per_unit(), images - unit * per_unit()), height, width}; }
+    // How many replicas are worked on at a time, where each makes some parts of work.
+    int at_once(int parts) const { return std::clamp((threads + parts - 1) / parts, 1, replicas); }
+};
+
+// Some units of one replica.
+struct Part {
+    int replica, first, end;
+
+    Part(const Chain& chain, int replica, int part, int parts)
+        : replica(replica), first(chain.units() * part / parts), end(chain.units() * (part + 1) / parts) {}
+};
+
+// Filters as the products want them, u (replicas, layers, 16, C, C): [place][input][output], or transposed and turned
+// by 180° for the gradient by the input. To be called by all threads.
 template <int C>
-void transform_filters(const Job& job, bool transposed, float* u) {
+void transform_filters(const Chain& chain, int first, int replicas, bool transposed, float* u) {
     constexpr int ROWS = C * (C / LANES);
     int step = transposed ? 9 * C : 9, lane_step = transposed ? 9 : 9 * C;
 #pragma omp for schedule(static)
-    for (int index = 0; index < job.replicas * ROWS; index++) {
-        int s = index / ROWS, i = index % ROWS / (C / LANES), o = index % (C / LANES) * LANES;
-        const float* filter = job.w + s * job.stride + i * step + o * lane_step;
+    for (int index = 0; index < replicas * chain.count * ROWS; index++) {
+        int matrices = index / ROWS, i = index % ROWS / (C / LANES), o = index % (C / LANES) * LANES;
+        const Layer& layer = chain.layers[matrices % chain.count];
+        const float* filter = layer.w + (first + matrices / chain.count) * layer.stride + i * step + o * lane_step;
         Vector taps[9], places[PLACES];
         for (int k = 0; k < 9; k++)
             for (int lane = 0; lane < LANES; lane++)
                 taps[k][lane] = filter[lane * lane_step + (transposed ? 8 - k : k)];
         transform_filter(taps, places);
-        float* to = u + static_cast<int64_t>(s) * PLACES * C * C + i * C + o;
+        float* to = u + static_cast<int64_t>(matrices) * PLACES * C * C + i * C + o;
         for (int k = 0; k < PLACES; k++) store(to + k * C * C, places[k]);
     }
 }
@@ -68,86 +89,139 @@ void convolve_unit(const Tiling& tiling, const float* x, const float* u, const f
     }
 }
 
+// y takes the output; `inner`, if it is not null, those of the layers before the last, (layers - 1, N, H, W, C).
 template <int C>
-void convolve(const Job& job, const float* plus, float* y) {
-    int units = job.units(), size = job.height * job.width * C;
-    float* u = caller.get(static_cast<size_t>(job.replicas) * PLACES * C * C);
-#pragma omp parallel num_threads(job.threads)
+void forward(const Chain& chain, const float* x, const float* plus, float* inner, float* y) {
+    constexpr int MATRICES = PLACES * C * C;
+    int parts = std::clamp(std::max(chain.threads, chain.tiles() / 512), 1, chain.units());
+    int size = chain.height * chain.width * C, at_once = chain.at_once(parts);
+    int64_t whole = static_cast<int64_t>(chain.replicas) * chain.images * size;
+    size_t unit_size = static_cast<size_t>(chain.per_unit()) * size;
+    size_t part_size = (chain.units() / parts + 1) * unit_size;
+    float* u = caller.get(static_cast<size_t>(at_once) * chain.count * MATRICES);
+#pragma omp parallel num_threads(chain.threads)
     {
-        transform_filters<C>(job, false, u);
-        float *products = worker.get(2 * place<C>(PLACES) + Norm::ROWS * C + static_cast<size_t>(job.per_unit()) * size);
+        float* products = worker.get(2 * place<C>(PLACES) + Norm::ROWS * C + unit_size + 2 * part_size);
         float *room = products + 2 * place<C>(PLACES), *normed = room + Norm::ROWS * C;
+        float *middle = normed + unit_size, *between = middle + part_size;  // in a pair, and between pairs
+        for (int start = 0; start < chain.replicas; start += at_once) {
+            int replicas = std::min(at_once, chain.replicas - start);
+            transform_filters<C>(chain, start, replicas, false, u);
 #pragma omp for schedule(static)
-        for (int index = 0; index < job.replicas * units; index++) {
-            int s = index / units, n = s * job.images + job.first(index % units);
-            Tiling tiling = job.tiling(index % units);
-            int64_t begin = static_cast<int64_t>(n) * size;
-            const float* in = job.x + begin;
-            for (int k = 0; job.norm && k < tiling.images; k++) {
-                job.norm->measure(job.x + begin + k * size, n + k, room);
-                job.norm->apply(job.x + begin + k * size, normed + k * size, n + k, s, room);
-                in = normed;
+            for (int index = 0; index < replicas * parts; index++) {
+                Part part(chain, start + index / parts, index % parts, parts);
+                int n = part.replica * chain.images + part.first * chain.per_unit();
+                int64_t begin = static_cast<int64_t>(n) * size;
+                const float *in = x + begin, *block = in;
+                for (int l = 0; l < chain.count; l++) {
+                    const Norm& norm = chain.layers[l].norm;
+                    const float* own = u + (static_cast<int64_t>(index / parts) * chain.count + l) * MATRICES;
+                    const float* add = chain.ends_pair(l) ? block : chain.leads(l) && plus ? plus + begin : nullptr;
+                    if (!chain.ends_pair(l)) block = in;
+                    float* out = l == chain.count - 1     ? y + begin
+                                 : inner                  ? inner + l * whole + begin
+                                 : chain.ends_pair(l + 1) ? middle
+                                                          : between;
+                    for (int unit = part.first; unit < part.end; unit++) {
+                        Tiling tiling = chain.tiling(unit);
+                        int64_t at = (unit - part.first) * unit_size;
+                        int image = n + (unit - part.first) * chain.per_unit();
+                        for (int k = 0; norm.weight && k < tiling.images; k++) {
+                            norm.measure(in + at + k * size, image + k, room);
+                            norm.apply(in + at + k * size, normed + k * size, image + k, part.replica, room);
+                        }
+                        convolve_unit<C>(tiling, norm.weight ? normed : in + at, own, add ? add + at : nullptr,
+                                         out + at, products);
+                    }
+                    in = out;
+                }
             }
-            const float* own = u + static_cast<int64_t>(s) * PLACES * C * C;
-            convolve_unit<C>(tiling, in, own, plus ? plus + begin : nullptr, y + begin, products);
         }
     }
 }
 
-// Whatever of dx, dw and `norm_parts`, (N, 2, C), is not null. A replica's tiles are summed for dw in some parts, as
-// many as make work for several threads; how many depends on the sizes alone, and with it the order of the sums.
+// From the gradient g by the output, and the inner outputs: the gradient dx by the input; `dplus` by what was added from
+// outside, where there is more than the one layer; dw by the filters, (layers, S, C, C, 3, 3); and each image's part of
+// those by scale and shift, `norm_parts` (layers, N, 2, C). What is null is left out.
+//
+// A replica's tiles are summed for dw in parts; how many depends on the sizes alone, and with it the order of the sums.
 template <int C>
-void differentiate(const Job& job, const float* g, float* dx, float* dw, float* norm_parts) {
+void backward(const Chain& chain, const float* x, const float* inner, const float* g, float* dx, float* dplus,
+              float* dw, float* norm_parts) {
     constexpr int ROWS = C * (C / LANES), MATRICES = PLACES * C * C;
-    int units = job.units(), size = job.height * job.width * C;
-    int parts = std::clamp(Tiling{job.images, job.height, job.width}.tiles() / 128, 1, 8);
-    float* u = caller.get(static_cast<size_t>(job.replicas) * (1 + parts) * MATRICES);  // (S, 16, C, C)
-    float* partial = u + static_cast<size_t>(job.replicas) * MATRICES;  // (S, parts, 16, C, C)
-#pragma omp parallel num_threads(job.threads)
+    int parts = std::clamp(chain.tiles() / 128, 1, std::min(chain.units(), 16));
+    int size = chain.height * chain.width * C, at_once = chain.at_once(parts);
+    int64_t whole = static_cast<int64_t>(chain.replicas) * chain.images * size;
+    size_t unit_size = static_cast<size_t>(chain.per_unit()) * size;
+    size_t part_size = (chain.units() / parts + 1) * unit_size;
+    float* u = caller.get(static_cast<size_t>(at_once) * chain.count * (1 + parts) * MATRICES);
+    float* partial = u + static_cast<size_t>(at_once) * chain.count * MATRICES;  // (replicas, parts, layers, 16, C, C)
+#pragma omp parallel num_threads(chain.threads)
     {
-        if (dx) transform_filters<C>(job, true, u);
-        size_t images = static_cast<size_t>(job.per_unit()) * size;
-        float *products = worker.get(2 * place<C>(PLACES) + Norm::ROWS * C + 2 * images);
+        float* products = worker.get(2 * place<C>(PLACES) + Norm::ROWS * C + 2 * unit_size + 2 * part_size);
         float *v = products, *r = products + place<C>(PLACES), *room = r + place<C>(PLACES);
-        float *normed = room + Norm::ROWS * C, *by_normed = normed + images;
+        float *normed = room + Norm::ROWS * C, *by_normed = normed + unit_size;
+        float *middle = by_normed + unit_size, *between = middle + part_size;
+        for (int start = 0; start < chain.replicas; start += at_once) {
+            int replicas = std::min(at_once, chain.replicas - start);
+            transform_filters<C>(chain, start, replicas, true, u);
 #pragma omp for schedule(static)
-        for (int index = 0; index < job.replicas * parts; index++) {
-            int s = index / parts, part = index % parts;
-            float* sums = partial + static_cast<int64_t>(index) * MATRICES;
-            if (dw) std::fill(sums, sums + MATRICES, 0.0f);
-            for (int unit = units * part / parts; unit < units * (part + 1) / parts; unit++) {
-                int n = s * job.images + job.first(unit);
-                Tiling tiling = job.tiling(unit);
+            for (int index = 0; index < replicas * parts; index++) {
+                Part part(chain, start + index / parts, index % parts, parts);
+                int n = part.replica * chain.images + part.first * chain.per_unit();
                 int64_t begin = static_cast<int64_t>(n) * size;
-                const float* in = job.norm ? normed : job.x + begin;
-                for (int k = 0; dw && job.norm && k < tiling.images; k++)
-                    job.norm->apply(job.x + begin + k * size, normed + k * size, n + k, s, room);
-                for (int block = 0; dw && block < tiling.blocks(); block++) {
-                    transform_block<C, 4, transform_input>(tiling, block, in, v);
-                    transform_block<C, 2, transform_gradient>(tiling, block, g + begin, r);
-                    for (int k = 0; k < PLACES; k++)
-                        accumulate<C>(v + place<C>(k), r + place<C>(k), sums + k * C * C);
+                const float *by_out = g + begin, *by_block = by_out;
+                for (int l = chain.count - 1; l >= 0; l--) {
+                    const Norm& norm = chain.layers[l].norm;
+                    const float* in = l ? inner + (l - 1) * whole + begin : x + begin;
+                    const float* own = u + (static_cast<int64_t>(index / parts) * chain.count + l) * MATRICES;
+                    float* sums = partial + (static_cast<int64_t>(index) * chain.count + l) * MATRICES;
+                    bool starts_pair = !chain.leads(l) && !chain.ends_pair(l);
+                    if (chain.ends_pair(l)) by_block = by_out;
+                    float* by_in = l == 0                     ? (dx ? dx + begin : nullptr)
+                                   : chain.ends_pair(l)       ? middle
+                                   : l == chain.lead && dplus ? dplus + begin
+                                                              : between;
+                    if (dw) std::fill(sums, sums + MATRICES, 0.0f);
+                    for (int unit = part.first; unit < part.end; unit++) {
+                        Tiling tiling = chain.tiling(unit);
+                        int64_t at = (unit - part.first) * unit_size;
+                        int image = n + (unit - part.first) * chain.per_unit();
+                        for (int k = 0; dw && norm.weight && k < tiling.images; k++)
+                            norm.apply(in + at + k * size, normed + k * size, image + k, part.replica, room);
+                        for (int block = 0; dw && block < tiling.blocks(); block++) {
+                            transform_block<C, 4, transform_input>(tiling, block, norm.weight ? normed : in + at, v);
+                            transform_block<C, 2, transform_gradient>(tiling, block, by_out + at, r);
+                            for (int k = 0; k < PLACES; k++)
+                                accumulate<C>(v + place<C>(k), r + place<C>(k), sums + k * C * C);
+                        }
+                        if (!by_in) continue;
+                        convolve_unit<C>(tiling, by_out + at, own, nullptr, norm.weight ? by_normed : by_in + at,
+                                         products);
+                        for (int k = 0; norm.weight && k < tiling.images; k++)
+                            norm.differentiate(in + at + k * size, by_normed + k * size,
+                                               starts_pair ? by_block + at + k * size : nullptr, by_in + at + k * size,
+                                               norm_parts + (l * whole / size + image + k) * 2 * C, image + k,
+                                               part.replica, room);
+                    }
+                    by_out = by_in;
                 }
-                if (!dx) continue;
-                const float* own = u + static_cast<int64_t>(s) * MATRICES;
-                convolve_unit<C>(tiling, g + begin, own, nullptr, job.norm ? by_normed : dx + begin, products);
-                for (int k = 0; job.norm && k < tiling.images; k++)
-                    job.norm->differentiate(job.x + begin + k * size, by_normed + k * size, dx + begin + k * size,
-                                            norm_parts + static_cast<int64_t>(n + k) * 2 * C, n + k, s, room);
             }
-        }
 #pragma omp for schedule(static)
-        for (int index = 0; index < (dw ? job.replicas * ROWS : 0); index++) {
-            int s = index / ROWS, i = index % ROWS / (C / LANES), o = index % (C / LANES) * LANES;
-            Vector p[PLACES] = {}, taps[9];
-            for (int part = 0; part < parts; part++) {
-                const float* sums = partial + static_cast<int64_t>(s * parts + part) * MATRICES + i * C + o;
-                for (int k = 0; k < PLACES; k++) p[k] += load(sums + k * C * C);
+            for (int index = 0; index < (dw ? replicas * chain.count * ROWS : 0); index++) {
+                int replica = index / ROWS / chain.count, l = index / ROWS % chain.count;
+                int i = index % ROWS / (C / LANES), o = index % (C / LANES) * LANES;
+                Vector p[PLACES] = {}, taps[9];
+                for (int part = 0; part < parts; part++) {
+                    int64_t matrices = static_cast<int64_t>(replica * parts + part) * chain.count + l;
+                    const float* sums = partial + matrices * MATRICES + i * C + o;
+                    for (int k = 0; k < PLACES; k++) p[k] += load(sums + k * C * C);
+                }
+                transform_filter_gradient(p, taps);
+                float* filter = dw + (static_cast<int64_t>(l) * chain.replicas + start + replica) * 9 * C * C;
+                for (int k = 0; k < 9; k++)
+                    for (int lane = 0; lane < LANES; lane++) filter[((o + lane) * C + i) * 9 + k] = taps[k][lane];
             }
-            transform_filter_gradient(p, taps);
-            float* filter = dw + static_cast<int64_t>(s) * 9 * C * C + i * 9 + o * 9 * C;
-            for (int k = 0; k < 9; k++)
-                for (int lane = 0; lane < LANES; lane++) filter[lane * 9 * C + k] = taps[k][lane];
         }
     }
 }
@@ -180,24 +254,25 @@ void norm_backward(const Norm* norm, const float* x, const float* g, float* dx, 
 #pragma omp for schedule(static)
         for (int n = 0; n < replicas * images; n++) {
             float* part = parts + static_cast<int64_t>(n) * 2 * norm->channels;
-            norm->differentiate(x + n * size, g + n * size, dx + n * size, part, n, n / images, room);
+            norm->differentiate(x + n * size, g + n * size, nullptr, dx + n * size, part, n, n / images, room);
         }
     }
 }
 
-void convolve_forward(const Job* job, int channels, const float* plus, float* y) {
-    auto kernel = channels == 16   ? convolve<16>
-                  : channels == 32 ? convolve<32>
-                  : channels == 64 ? convolve<64>
-                                   : convolve<128>;
-    kernel(*job, plus, y);
+void chain_forward(const Chain* chain, int channels, const float* x, const float* plus, float* inner, float* y) {
+    auto kernel = channels == 16   ? forward<16>
+                  : channels == 32 ? forward<32>
+                  : channels == 64 ? forward<64>
+                                   : forward<128>;
+    kernel(*chain, x, plus, inner, y);
 }
 
-void convolve_backward(const Job* job, int channels, const float* g, float* dx, float* dw, float* norm_parts) {
-    auto kernel = channels == 16   ? differentiate<16>
-                  : channels == 32 ? differentiate<32>
-                  : channels == 64 ? differentiate<64>
-                                   : differentiate<128>;
-    kernel(*job, g, dx, dw, norm_parts);
+void chain_backward(const Chain* chain, int channels, const float* x, const float* inner, const float* g, float* dx,
+                    float* dplus, float* dw, float* norm_parts) {
+    auto kernel = channels == 16   ? backward<16>
+                  : channels == 32 ? backward<32>
+                  : channels == 64 ? backward<64>
+                                   : backward<128>;
+    kernel(*chain, x, inner, g, dx, dplus, dw, norm_parts);
 }
 }

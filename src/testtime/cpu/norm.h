@@ -104,8 +104,10 @@ struct Norm {
         }
     }
 
-    // dx from the gradient g by the norm; `part` (2, C) takes the image's gradients by scale and shift.
-    void differentiate(const float* x, const float* g, float* dx, float* part, int n, int replica, float* room) const {
+    // dx from the gradient g by the norm, plus something if given; `part` (2, C) takes the image's gradients by scale
+    // and shift.
+    void differentiate(const float* x, const float* g, const float* plus, float* dx, float* part, int n, int replica,
+                       float* room) const {
         int members = channels / groups;
         const float *moment = moments + static_cast<int64_t>(n) * groups * 2, *scale = weight + replica * stride;
         float *a = room, *b = a + channels, *by_value = b + channels, *constant = by_value + channels;
@@ -139,10 +141,11 @@ struct Norm {
             }
         }
         for (int c = 0; c < channels; c += LANES) {
-            Vector by_gradient = load(a + c), by = load(by_value + c), plus = load(constant + c);
+            Vector by_gradient = load(a + c), by = load(by_value + c), rest = load(constant + c);
             for (int p = 0; p < pixels; p++) {
                 Vector value = load(x + p * channels + c);
-                store(dx + p * channels + c, passed(p, c, value) * by_gradient + value * by + plus);
+                value = passed(p, c, value) * by_gradient + value * by + rest;
+                store(dx + p * channels + c, plus ? value + load(plus + p * channels + c) : value);
             }
         }
     }

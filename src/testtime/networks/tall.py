@@ -6,6 +6,7 @@ Convolution, GroupNorm, BatchNorm, LayerNorm and linear. Convolution and GroupNo
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -61,7 +62,7 @@ class _Conv2d(nn.Module):
 
             return kernels.convolve(x, self.weight, self.stride[0], self.padding[0], shortcut)
         if _cpu_fits(self, x):
-            return cpu.convolve(x, self.weight, shortcut)
+            return cpu.convolve(x, [cpu.Convolution(self.weight)], shortcut)
         y = self._convolve(x)
         return y if shortcut is None else y + shortcut
 
@@ -165,7 +166,7 @@ class _Linear(nn.Module):
 
 
 class _PreActivationBlock(nn.Module):
-    """The block of the CIFAR networks; on a CPU its norms are computed together with the convolutions behind them."""
+    """The block of the CIFAR networks."""
 
     def __init__(self, block: PreActivationBlock, stack: Stacking) -> None:
         super().__init__()
@@ -174,14 +175,30 @@ class _PreActivationBlock(nn.Module):
         self.shortcut = heighten(block.shortcut, stack)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _normed_convolution(self.norm1, self.conv1, x)
-        return _normed_convolution(self.norm2, self.conv2, y, self.shortcut(x))
+        return self.conv2(self.norm2(self.conv1(self.norm1(x))), self.shortcut(x))
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """The norms and the convolutions behind them."""
+        return [(self.norm1, self.conv1), (self.norm2, self.conv2)]
 
 
-def _normed_convolution(norm: nn.Module, layer: nn.Module, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-    if isinstance(norm, _GroupNorm) and isinstance(layer, _Conv2d) and norm.compiled and _cpu_fits(layer, x):
-        return cpu.convolve(x, layer.weight, shortcut, norm.whole())
-    return layer(norm(x)) if shortcut is None else layer(norm(x), shortcut)
+class _Blocks(nn.Sequential):
+    """Some of those blocks; on a CPU all but the first half of the first, if that is strided, is one compiled chain."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # torch calls the argument `input`
+        first, *_ = blocks = [block for block in self if isinstance(block, _PreActivationBlock)]
+        strided = not isinstance(first.shortcut, nn.Identity)
+        pairs = [pair for block in blocks for pair in block.pairs()][strided:]
+        if not all(_has_compiled_form(norm, conv, x) for norm, conv in pairs):
+            return super().forward(x)
+        chain = [cpu.Convolution(conv.weight, norm.whole()) for norm, conv in pairs]
+        if strided:
+            return cpu.convolve(first.conv1(first.norm1(x)), chain, first.shortcut(x))
+        return cpu.convolve(x, chain)
+
+
+def _has_compiled_form(norm: nn.Module, conv: nn.Module, x: Tensor) -> bool:
+    return isinstance(norm, _GroupNorm) and isinstance(conv, _Conv2d) and norm.compiled and _cpu_fits(conv, x)
 
 
 def _concatenate(pieces: list[Tensor]) -> Tensor:
@@ -263,6 +280,13 @@ def heighten(module: nn.Module, stack: Stacking) -> nn.Module:
         if id(module) not in stack.layers:
             stack.layers[id(module)] = module, _TALL[type(module)](module, stack).eval()
         return stack.layers[id(module)][1]
+    if _is_group(module):
+        return _Blocks(OrderedDict((name, heighten(child, stack)) for name, child in module.named_children()))
     for name, child in module._modules.items():  # not named_children: a layer in two places must be replaced in both
         module._modules[name] = None if child is None else heighten(child, stack)
     return module
+
+
+def _is_group(module: nn.Module) -> bool:
+    blocks = list(module.children())
+    return type(module) is nn.Sequential and bool(blocks) and all(type(one) is PreActivationBlock for one in blocks)
