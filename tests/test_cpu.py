@@ -152,6 +152,12 @@ def test_parameters_may_lie_anywhere() -> None:
     assert torch.equal(cpu.convolve(x.contiguous(), [cpu.Convolution(turned, apart)]), expected)
 
 
+@needs_compiler
+def test_no_images_have_no_answers() -> None:
+    net = resnet26(depth=8, size=8, seed=1).eval()
+    assert Replicas(net, 2, PARTS)(torch.zeros(2, 0, 3, 8, 8)).shape == (2, 0, 10)
+
+
 @pytest.fixture
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()

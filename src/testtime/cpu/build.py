@@ -85,7 +85,7 @@ def _loaded() -> ctypes.CDLL | None:
             with tempfile.TemporaryDirectory(prefix="testtime-") as folder:
                 return load(build(compiler, Path(folder)))
     except (OSError, RuntimeError) as error:
-        log.warning("%s cannot be compiled, so torch's own layers are used: %s", SOURCE.name, error)
+        log.info("%s cannot be compiled, so torch's own layers are used: %s", SOURCE.name, error)
         return None
 
 

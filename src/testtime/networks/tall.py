@@ -239,7 +239,8 @@ def _kernels_fit(layer: _Conv2d | _GroupNorm, x: Tensor) -> bool:
 
 def _cpu_fits(layer: _Conv2d | _GroupNorm, x: Tensor) -> bool:
     """Whether a layer has a compiled form on the CPU for these inputs."""
-    return layer.compiled and x.is_cpu and x.dtype == torch.float32 and x.dim() == 4 and cpu.available()
+    fits = layer.compiled and x.is_cpu and x.dtype == torch.float32 and x.dim() == 4 and x.numel() > 0
+    return fits and cpu.available()
 
 
 _TALL: dict[type[nn.Module], Callable[..., nn.Module]] = {
