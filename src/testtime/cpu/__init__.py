@@ -5,7 +5,7 @@ and GroupNorm, which it does not. kernels.cpp needs fewer products for the first
 images for the second, and takes the replicas as they lie. Everything is float32 and exact but for rounding, with sums
 that are no less accurate than torch's.
 
-build.py compiles it with the machine's own C++ compiler when it is first needed, in about a second, and keeps the
+build.py compiles it with the machine's own C++ compiler when it is first needed, in a few seconds, and keeps the
 result. Without a compiler, or with `TESTTIME_COMPILE=0` set, `available` says no and torch's own layers do the work.
 """
 
