@@ -22,6 +22,7 @@ from testtime.runs import Run, open_runs
 FOLDER = Path("results/cifar10")
 LEVELS, STANDARD, PART = FOLDER / "levels.json", FOLDER / "standard-level-5.json", FOLDER / "standard-levels-1-4.json"
 GRADIENTS, TRAINING = FOLDER / "correlations.json", FOLDER / "training-gn-joint.json"
+STAND_INS = FOLDER / "stand-ins.json"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Findings:
         training: The record of the network's training.
         study: The study of gradients.
         gradients: The study joined with the improvement of `episodic` and of `online`.
+        stand_ins: The same of a second study, on fewer images, which also has the balance of the predictions.
+        stand_in_study: That study.
     """
 
     results: Results
@@ -41,6 +44,8 @@ class Findings:
     training: Mapping[str, Any]
     study: Mapping[str, Any]
     gradients: Mapping[str, Joined]
+    stand_ins: Mapping[str, Joined]
+    stand_in_study: Mapping[str, Any]
 
     @property
     def levels(self) -> dict[int, Table]:
@@ -69,11 +74,15 @@ def read(root: Path = Path()) -> Findings:
     training = json.loads((root / TRAINING).read_text(encoding="utf-8"))
     if not isinstance(training, dict) or not training.keys() >= {"configuration", "epochs", "seconds"}:
         raise ResultsError(f"{root / TRAINING}: not the record of a training.")
-    gradients = {
-        "episodic": join(root / GRADIENTS, [root / STANDARD, root / PART]),
-        "online": join(root / GRADIENTS, [root / LEVELS]),
-    }
-    return Findings(results, part, training, read_study(root / GRADIENTS), gradients)
+    gradients, stand_ins = (
+        {
+            "episodic": join(root / study, [root / STANDARD, root / PART]),
+            "online": join(root / study, [root / LEVELS]),
+        }
+        for study in (GRADIENTS, STAND_INS)
+    )
+    studies = [read_study(root / study) for study in (GRADIENTS, STAND_INS)]
+    return Findings(results, part, training, studies[0], gradients, stand_ins, studies[1])
 
 
 def read_whole(root: Path = Path()) -> Results:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from testtime.report.canvas import Drawing
-from testtime.report.committed import GRADIENTS, LEVELS, PART, STANDARD, TRAINING, Findings, by_level, read
-from testtime.report.correlation import PAPER, PREDICTORS
+from testtime.report.committed import GRADIENTS, LEVELS, PART, STAND_INS, STANDARD, TRAINING, Findings, by_level, read
+from testtime.report.correlation import PAPER, PREDICTORS, Fit, Joined
 from testtime.report.documents import bullets, table, update, wrap
 from testtime.report.paper import PAPER_NAMES
 from testtime.report.results import BASELINE, MEAN, ORIGINAL, Results, Table, collect, column_title, method_title
@@ -50,6 +50,7 @@ def tell_all(found: Findings) -> dict[str, str]:
         "online above fixed": tell_losses(found),
         "flips": tell_flips(found),
         "gradients": tell_gradients(found),
+        "gradients without labels": tell_stand_ins(found),
     }
 
 
@@ -301,8 +302,48 @@ def tell_flips(found: Findings) -> str:
 
 def tell_gradients(found: Findings) -> str:
     """The linear correlations with the improvement, the paper's beside its own."""
-    methods = list(found.gradients)
-    fits = {(fit.predictor, fit.method): fit for joined in found.gradients.values() for fit in joined.fits}
+    methods, fits = list(found.gradients), _fits(found.gradients)
+    best = [
+        f"{PAPER_NAMES[method]} that of {PREDICTORS[fit.predictor]} ({fit.correlation:.2f})"
+        for method in methods
+        if (fit := max((fit for fit in fits.values() if fit.method == method), key=lambda fit: fit.correlation))
+    ]
+    names = [len(joined.names) for joined in found.gradients.values()]
+    words = (
+        f"{names[0]} sets; intervals by bootstrap over sets. TTT's improvements at levels 1 to 4 are those on "
+        f"{_images(by_level(found.part)[1]):,} images: its points carry more chance than TTT-Online's. The highest of "
+        f"the correlations is for {' and for '.join(best)}. The inner product, the cosine and the error need labels, "
+        "but for the rows without."
+    )
+    return f"{_correlation_table(found.gradients)}\n\n{wrap(words)}"
+
+
+def tell_stand_ins(found: Findings) -> str:
+    """How well the improvement is predicted without labels, by the balance of the predictions among others."""
+    fits = _fits(found.stand_ins)
+    study = found.stand_in_study
+    sets, images = len(study["sets"]), study["configuration"]["limit"]
+    pairs = [
+        f"{fits['balance.inner', method].correlation:.2f} for {PAPER_NAMES[method]} "
+        f"({fits['batch.inner', method].correlation:.2f} with labels)"
+        for method in found.stand_ins
+    ]
+    words = (
+        f"{sets} sets, the first {images} images of each, in batches of {study['configuration']['batch']}; "
+        f'[`{STAND_INS.name}`](../{STAND_INS.as_posix()}), {study["hardware"]["processor"]}. "Balance" takes, in '
+        "place of the classes' loss, how uneven the mean prediction of a batch is: no labels, but classes that are "
+        f"about equally frequent. Its inner product with the task's gradient gives {' and '.join(pairs)}. "
+        "Confident predictions in place of labels do worse: a wrong one turns its gradient around."
+    )
+    return f"{_correlation_table(found.stand_ins)}\n\n{wrap(words)}"
+
+
+def _fits(gradients: Mapping[str, Joined]) -> dict[tuple[str, str], Fit]:
+    return {(fit.predictor, fit.method): fit for joined in gradients.values() for fit in joined.fits}
+
+
+def _correlation_table(gradients: Mapping[str, Joined]) -> str:
+    methods, fits = list(gradients), _fits(gradients)
     rows = []
     for key, words in PREDICTORS.items():
         if any((key, method) not in fits for method in methods):
@@ -317,19 +358,7 @@ def tell_gradients(found: Findings) -> str:
     heads = ["r with the improvement in error"]
     for method in methods:
         heads += [method_title(method), "95%", "the paper's"]
-    best = [
-        f"{PAPER_NAMES[method]} that of {PREDICTORS[fit.predictor]} ({fit.correlation:.2f})"
-        for method in methods
-        if (fit := max((fit for fit in fits.values() if fit.method == method), key=lambda fit: fit.correlation))
-    ]
-    names = [len(joined.names) for joined in found.gradients.values()]
-    words = (
-        f"{names[0]} sets; intervals by bootstrap over sets. TTT's improvements at levels 1 to 4 are those on "
-        f"{_images(by_level(found.part)[1]):,} images: its points carry more chance than TTT-Online's. The highest of "
-        f"the correlations is for {' and for '.join(best)}. The inner product, the cosine and the error need labels, "
-        "but for the rows without."
-    )
-    return f"{table(heads, rows)}\n\n{wrap(words)}"
+    return table(heads, rows)
 
 
 def draw_figures(found: Findings, records: Path | None = None) -> dict[Path, Drawing]:
