@@ -19,8 +19,9 @@ import argparse
 import copy
 import json
 import os
-import platform
 import random
+import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ import torch
 from PIL import Image, ImageOps
 from torch.nn import functional as F
 
-import testtime
 from testtime.adapt import Adapter, Episodic, Online
+from testtime.machine import describe_machine
 from testtime.networks import YNet, resnet18, resnet26
 from testtime.streams import Streams
 from testtime.tasks import Rotation
@@ -279,18 +280,21 @@ def main() -> None:
     options.seconds = options.seconds or (1.0 if options.quick or options.device == "cuda" else 6.0)
     if options.device == "cpu" and not options.counts:
         options.counts = (4,) if options.quick else (4, 16)
+    machine = describe_machine(torch.device(options.device))
     where = (
         torch.cuda.get_device_name()
         if options.device == "cuda"
-        else f"{platform.machine()}, {torch.get_num_threads()} threads"
+        else f"{machine['hardware']['processor']}, {torch.get_num_threads()} threads"
     )
-    versions = {"testtime": testtime.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions, load = machine["versions"], round(os.getloadavg()[0], 2)
     print(f"{where}; " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     rows = run("resnet26", resnet26(), 32, 32, options)
     if options.device == "cuda" and not options.small_only:
         rows += run("resnet18", resnet18(1000), 224, 64, options)
     if options.out:
-        document = {"hardware": where, "versions": versions, "command": "benchmarks/engine.py", "rows": rows}
+        command = shlex.join(["python", "benchmarks/engine.py", *sys.argv[1:]])
+        about = {"command": command, "hardware": where, "versions": versions, "load_average_before": load}
+        document = about | {"rows": rows}
         options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
