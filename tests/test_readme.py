@@ -12,7 +12,7 @@ import testtime as tt
 from testtime.demo import CHOICE, METHODS, SHIFTS
 from testtime.report.committed import read_whole
 from testtime.report.documents import fill
-from testtime.report.readme import DEMO, RESULTS, main, tell_cifar, tell_demo
+from testtime.report.readme import DEMO, ENGINE, RESULTS, main, tell_cifar, tell_demo, tell_speed
 from testtime.report.results import MEAN, Results, collect
 from testtime.runs import open_runs
 
@@ -54,7 +54,9 @@ def test_the_demos_table_is_what_the_results_file_says(results: Results, tmp_pat
 def test_the_readmes_table_is_what_the_results_say() -> None:
     """After new results: python -m testtime.report.readme."""
     whole = read_whole(ROOT)
-    assert fill(README, {"results/cifar10": tell_cifar(whole)}) == README
+    engines = {str(ENGINE): json.loads((ROOT / ENGINE).read_text())}
+    parts = {"results/cifar10": tell_cifar(whole), str(ENGINE): tell_speed(engines, whole)}
+    assert fill(README, parts) == README
     top = whole.tables[0]
     assert (top.family, top.level) == ("cifar10-c", 5)
     for method, mean in {method: row[MEAN].error for method, row in top.rows.items()}.items():

@@ -1,16 +1,18 @@
 """The README's table and the demo's, made from committed results: `python -m testtime.report.readme`.
 
-Writes a part of `README.md` from `results/cifar10/`, and the table of `docs/demo.md` and its picture from
-`results/digits-demo.json`. The README's picture is one of those of `testtime.report.findings`. With `--check` nothing
-is written; the exit code says whether both documents already are what the results say.
+Writes parts of `README.md` from `results/cifar10/` and `results/engine-cpu.json`, and the table of `docs/demo.md` and
+its picture from `results/digits-demo.json`. The README's picture is one of those of `testtime.report.findings`. With
+`--check` nothing is written; the exit code says whether both documents already are what the results say.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from testtime.report.committed import by_level, read_whole
 from testtime.report.documents import table, update, wrap
@@ -21,6 +23,7 @@ from testtime.storage import write_whole
 
 README, DEMO = Path("README.md"), Path("docs/demo.md")
 RESULTS, PICTURE = Path("results/digits-demo.json"), Path("docs/demo.svg")
+ENGINE = Path("results/engine-cpu.json")
 
 
 def tell_cifar(results: Results) -> str:
@@ -48,6 +51,43 @@ def tell_cifar(results: Results) -> str:
         "where it differs from the paper and what is not measured yet: [docs/results.md](docs/results.md)."
     )
     return f"{table(heads, rows)}\n\n{wrap(words)}"
+
+
+def tell_speed(engines: Mapping[str, Mapping[str, Any]], results: Results) -> str:
+    """Steps a second of the benchmark's rows beside the naive loop's, and the rates of the runs on CIFAR-10-C.
+
+    Args:
+        engines: What `benchmarks/engine.py` wrote, by file.
+        results: The runs.
+    """
+    parts = []
+    for file, engine in engines.items():
+        rows = [
+            [row["name"], f"{row['steps_per_s']:,.1f}", f"{row['images_per_s']:,.1f}", f"{row['times_naive']:.2f}"]
+            for row in engine["rows"]
+        ]
+        parts.append(table(["ResNet-26, 32×32, 32 copies", "steps/s", "images/s", "× naive loop"], rows))
+        parts.append(
+            wrap(
+                f"{engine['hardware']}; `{engine['command']}`, medians, rows measured in turn, load average "
+                f"{engine['load_average_before']} before, torch {engine['versions']['torch']}; [`{file}`]({file}). A "
+                "step is forward, backward and update on the copies of one image. The naive loop augments each copy as a "
+                "picture of its own and takes one image at a time, as the method is usually written."
+            )
+        )
+    rates = []
+    for method, steps in (("online", 1), ("episodic", 10)):
+        units = [unit for run in results.runs for unit in run.units if unit.method == method]
+        images, seconds = sum(unit.about["counts"]["images"] for unit in units), sum(unit.seconds for unit in units)
+        rates.append(f"{images / seconds * steps:,.0f} steps a second for `{method}` ({images:,} images)")
+    device = results.runs[0].about["hardware"]["device"]
+    parts.append(
+        wrap(
+            f"On one {device} the runs of the table at the top went at {' and '.join(rates)}, in bfloat16, reading and "
+            "recording included. The benchmark itself has not been run there yet."
+        )
+    )
+    return "\n\n".join(parts)
 
 
 def tell_demo(results: Results) -> str:
@@ -85,9 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a table is not current")
     check = parser.parse_args(arguments).check
     try:
-        demo = collect(open_runs(RESULTS))
+        demo, cifar = collect(open_runs(RESULTS)), read_whole()
+        engines = {str(ENGINE): json.loads(ENGINE.read_text(encoding="utf-8"))}
         parts = {
-            README: {"results/cifar10": tell_cifar(read_whole())},
+            README: {"results/cifar10": tell_cifar(cifar), str(ENGINE): tell_speed(engines, cifar)},
             DEMO: {str(RESULTS): tell_demo(demo)},
         }
         current = update(parts, check)
