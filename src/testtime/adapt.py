@@ -329,7 +329,9 @@ class Adapter(nn.Module):
             example = Draws.of(0, torch.arange(2, device=images.device)).uniform(*images.shape[1:])
             dtype = check_precision(self.settings.precision)
             self._base = Replicas(self._networks[0], 1, (), example, dtype)
-        parts = [look(self._base, chunk[None], self._task) for chunk in images.split(256)]
+        most = 2048 if images.is_cuda else 256  # at a time, and fewer of large images: their features fill the memory
+        most = max(1, min(most, most * 1024 // (images.shape[-2] * images.shape[-1])))
+        parts = [look(self._base, chunk[None], self._task) for chunk in images.split(most)]
         logits, loss, confidence = (torch.cat(tensors, dim=1)[0] for tensors in zip(*parts, strict=True))
         no = torch.zeros_like(loss, dtype=torch.bool)
         return Prediction(logits, logits.clone(), loss, loss.clone(), confidence, no, no.clone())

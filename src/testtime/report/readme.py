@@ -71,8 +71,8 @@ def tell_speed(engines: Mapping[str, Mapping[str, Any]], results: Results) -> st
             wrap(
                 f"{engine['hardware']}; `{engine['command']}`, medians, rows measured in turn, load average "
                 f"{engine['load_average_before']} before, torch {engine['versions']['torch']}; [`{file}`]({file}). A "
-                "step is forward, backward and update on the copies of one image. The naive loop augments each copy as a "
-                "picture of its own and takes one image at a time, as the method is usually written."
+                "step is forward, backward and update on the copies of one image. The naive loop augments each copy as "
+                "a picture of its own and takes one image at a time, as the method is usually written."
             )
         )
     rates = []
