@@ -23,6 +23,7 @@ FOLDER = Path("results/cifar10")
 LEVELS, STANDARD, PART = FOLDER / "levels.json", FOLDER / "standard-level-5.json", FOLDER / "standard-levels-1-4.json"
 GRADIENTS, TRAINING = FOLDER / "correlations.json", FOLDER / "training-gn-joint.json"
 STAND_INS = FOLDER / "stand-ins.json"
+PRECISIONS = {precision: FOLDER / f"precision-{precision}.json" for precision in ("fp32", "tf32", "bf16")}
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Findings:
         gradients: The study joined with the improvement of `episodic` and of `online`.
         stand_ins: The same of a second study, on fewer images, which also has the balance of the predictions.
         stand_in_study: That study.
+        precisions: `online` on a few sets, in each arithmetic.
     """
 
     results: Results
@@ -46,6 +48,7 @@ class Findings:
     gradients: Mapping[str, Joined]
     stand_ins: Mapping[str, Joined]
     stand_in_study: Mapping[str, Any]
+    precisions: Mapping[str, Results]
 
     @property
     def levels(self) -> dict[int, Table]:
@@ -82,7 +85,8 @@ def read(root: Path = Path()) -> Findings:
         for study in (GRADIENTS, STAND_INS)
     )
     studies = [read_study(root / study) for study in (GRADIENTS, STAND_INS)]
-    return Findings(results, part, training, studies[0], gradients, stand_ins, studies[1])
+    precisions = {name: collect(open_runs(root / file)) for name, file in PRECISIONS.items()}
+    return Findings(results, part, training, studies[0], gradients, stand_ins, studies[1], precisions)
 
 
 def read_whole(root: Path = Path()) -> Results:

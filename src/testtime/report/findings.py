@@ -17,7 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from testtime.report.canvas import Drawing
-from testtime.report.committed import GRADIENTS, LEVELS, PART, STAND_INS, STANDARD, TRAINING, Findings, by_level, read
+from testtime.report.committed import (
+    GRADIENTS,
+    LEVELS,
+    PART,
+    PRECISIONS,
+    STAND_INS,
+    STANDARD,
+    TRAINING,
+    Findings,
+    by_level,
+    read,
+)
 from testtime.report.correlation import PAPER, PREDICTORS, Fit, Joined
 from testtime.report.documents import bullets, table, update, wrap
 from testtime.report.paper import PAPER_NAMES
@@ -49,6 +60,7 @@ def tell_all(found: Findings) -> dict[str, str]:
         "differences": tell_differences(found),
         "online above fixed": tell_losses(found),
         "flips": tell_flips(found),
+        "arithmetic": tell_precisions(found),
         "gradients": tell_gradients(found),
         "gradients without labels": tell_stand_ins(found),
     }
@@ -298,6 +310,27 @@ def tell_flips(found: Findings) -> str:
         )
     count = sum(top.rows["fixed"][column].images for column in top.shifted)
     return wrap(f"Of the {count:,} answers at level 5, {'; '.join(texts)}.")
+
+
+def tell_precisions(found: Findings) -> str:
+    """The error of `online` in each arithmetic, on the same images."""
+    tables = {name: results.tables[0] for name, results in found.precisions.items()}
+    columns = tables["fp32"].columns
+    rows = [
+        [f"`{name}`", *(f"{shown.rows['online'][column].error:.1f}" for column in columns)]
+        for name, shown in tables.items()
+    ]
+    exact = tables["fp32"].rows["online"]
+    apart = max(
+        abs(shown.rows["online"][column].error - exact[column].error) for shown in tables.values() for column in columns
+    )
+    links = ", ".join(_link(PRECISIONS[name]) for name in tables)
+    words = (
+        f"TTT-Online at level 5 on the first {exact[columns[0]].images:,} images of the shuffled order; `fp32` on a "
+        f"CPU, the others on the {found.results.runs[0].about['hardware']['device']}; {links}. The largest difference from "
+        f"`fp32` is {apart:.2f} points."
+    )
+    return f"{table(['error in %', *(column_title(column) for column in columns)], rows)}\n\n{wrap(words)}"
 
 
 def tell_gradients(found: Findings) -> str:
