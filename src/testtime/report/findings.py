@@ -327,8 +327,8 @@ def tell_precisions(found: Findings) -> str:
     links = ", ".join(_link(PRECISIONS[name]) for name in tables)
     words = (
         f"TTT-Online at level 5 on the first {exact[columns[0]].images:,} images of the shuffled order; `fp32` on a "
-        f"CPU, the others on the {found.results.runs[0].about['hardware']['device']}; {links}. The largest difference from "
-        f"`fp32` is {apart:.2f} points."
+        f"CPU, the others on the {found.results.runs[0].about['hardware']['device']}; {links}. The largest difference "
+        f"from `fp32` is {apart:.2f} points."
     )
     return f"{table(['error in %', *(column_title(column) for column in columns)], rows)}\n\n{wrap(words)}"
 
