@@ -1,12 +1,12 @@
-"""How fast gradients of single images are measured: a loop of backward passes, `torch.func`, and layer by layer.
+"""How fast gradients of single images are measured: a loop of backward passes, `torch.func`, a replica for each image.
 
     python benchmarks/gradients.py --quick                          # two CPU cores, under a minute
     python benchmarks/gradients.py --out results/gradients-cpu.json
 
 Each row gives the inner products, by layer, of the main and the rotation gradient on the shared encoder for each image.
 The loop is how it is usually written: for each image a backward pass of the one loss, then of the other, with torch's
-own threads. `torch.func` maps the gradient over a chunk of images. "layer by layer" is testtime's, a thread for each
-core. All give the same numbers; the largest difference from the loop's, against the largest number, is printed. The
+own threads. `torch.func` maps the gradient over a chunk of images. A replica of the encoder for each image is our way.
+All give the same numbers; the largest difference from the loop's, against the largest number, is printed. The
 arithmetic is the same for all and bounds what a CPU can do: the last row is one backward pass of each loss for a whole
 chunk, which gives the sum of the gradients and nothing about single images. Measure on a machine that is idle.
 """
@@ -18,12 +18,12 @@ import json
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from testtime.analysis.gradients import ImageGradients
@@ -50,19 +50,32 @@ def loop(net: YNet, images: Tensor, labels: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-def by_layer(meter: ImageGradients, images: Tensor, labels: Tensor, chunk: int, threads: int) -> Tensor:
-    """The same, chunk by chunk, a thread for each core."""
-    parts = list(zip(images.split(chunk), labels.split(chunk), strict=True))
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        found = list(pool.map(lambda part: meter.products(part[0], part[1][None]), parts))
-    return torch.cat([products.inner.sum((0, 1)) for products in found])
+def by_replicas(meter: ImageGradients, images: Tensor, labels: Tensor) -> Tensor:
+    """The same, a replica for each image of a chunk: testtime's way."""
+    parts = zip(images.split(meter.chunk), labels.split(meter.chunk), strict=True)
+    return torch.cat([meter.products(one, two[None]).inner.sum((0, 1)) for one, two in parts])
 
 
-def by_func(meter: ImageGradients, images: Tensor, labels: Tensor, chunk: int) -> Tensor:
+def by_func(net: YNet, images: Tensor, labels: Tensor, chunk: int) -> Tensor:
     """The same through `torch.func`."""
-    parts = zip(images.split(chunk), labels.split(chunk), strict=True)
-    with torch.enable_grad():
-        return torch.cat([meter._by_func(one, two[None]).inner.sum((0, 1)) for one, two in parts])
+    parameters = {name: parameter.detach() for name, parameter in net.encoder.named_parameters()}
+
+    def encode(tensors: dict[str, Tensor], pixels: Tensor) -> Tensor:
+        return functional_call(net.encoder, tensors, net.normalise(pixels))
+
+    def main_loss(tensors: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(net.classifier(encode(tensors, image[None])), label[None])
+
+    def task_loss(tensors: dict[str, Tensor], image: Tensor) -> Tensor:
+        views, targets = TASK.probe(image[None])
+        return F.cross_entropy(net.ssl(encode(tensors, views)), targets)
+
+    found = []
+    for one, two in zip(images.split(chunk), labels.split(chunk), strict=True):
+        main = vmap(grad(main_loss), (None, 0, 0))(parameters, one, two)
+        task = vmap(grad(task_loss), (None, 0))(parameters, one)
+        found.append(torch.stack([(main[name] * task[name]).flatten(1).sum(1) for name in parameters]).sum(0))
+    return torch.cat(found)
 
 
 def whole(net: YNet, images: Tensor, labels: Tensor, chunk: int) -> Tensor:
@@ -91,13 +104,13 @@ def run(name: str, net: YNet, shape: tuple[int, int, int], count: int, repeats: 
     """All rows of one network."""
     images = Draws.of(0, torch.arange(count)).uniform(*shape)
     labels = Draws.of(1, torch.arange(count)).integers(10)
-    meter, threads = ImageGradients(net, TASK), torch.get_num_threads()
+    meter = ImageGradients(net, TASK)
     net = net.eval().requires_grad_(True)
     rows: list[dict[str, Any]] = []
     works: dict[str, tuple[Callable[[], Tensor], int]] = {
         "loop of backward passes": (lambda: loop(net, images[: count // 2], labels[: count // 2]), count // 2),
-        "torch.func": (lambda: by_func(meter, images, labels, 32), count),
-        "layer by layer": (lambda: by_layer(meter, images, labels, 16, threads), count),
+        "torch.func": (lambda: by_func(net, images, labels, 32), count),
+        "a replica for each image": (lambda: by_replicas(meter, images, labels), count),
         "gradient of the chunk alone": (lambda: whole(net, images, labels, 32), count),
     }
     print(f"\n{name}, {shape[1]}×{shape[2]}, {count} images")
@@ -106,7 +119,7 @@ def run(name: str, net: YNet, shape: tuple[int, int, int], count: int, repeats: 
         milliseconds, spread, result = measure(work, images_done, repeats)
         truth = result if truth is None else truth
         single = len(result) >= len(truth)
-        difference = float((result[: len(truth)] - truth).abs().max() / truth.abs().max()) if single else None
+        difference = float((result[: len(truth)] - truth).detach().abs().max() / truth.abs().max()) if single else None
         times = rows[0]["ms_per_image"] / milliseconds if rows else 1.0
         rows.append(
             {
@@ -134,7 +147,13 @@ def main() -> None:
     rows = run("resnet26", resnet26(), (3, 32, 32), count, repeats)
     rows += run("resnet8", resnet26(depth=8, channels=1, size=16), (1, 16, 16), 4 * count, repeats)
     if options.out:
-        document = {**machine, "command": "benchmarks/gradients.py", "images": count, "runs": repeats, "rows": rows}
+        document = {
+            **machine,
+            "command": "python benchmarks/gradients.py",
+            "images": count,
+            "runs": repeats,
+            "rows": rows,
+        }
         options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 

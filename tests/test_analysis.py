@@ -6,7 +6,6 @@ import copy
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ import testtime as tt
 from report_runs import make_columns, make_run
 from testtime.analysis import StudyError, gradient_correlation, open_for, read_study, run_study
 from testtime.analysis.correlation import STAND_IN, BatchGradients
-from testtime.analysis.gradients import ImageGradients, name_layers
+from testtime.analysis.gradients import ImageGradients, Products, name_layers
 from testtime.analysis.study import main
 from testtime.cli import run as run_command
 from testtime.data.sets import TensorSet
@@ -107,30 +106,22 @@ def test_gradients_of_single_images_are_those_of_a_loop(kind: str) -> None:
             torch.testing.assert_close(found.inner[which, :, number], inner, **CLOSE)
             torch.testing.assert_close(found.main[which, :, number], main, **CLOSE)
             torch.testing.assert_close(found.task[:, number], task, **CLOSE)
-    assert meter.through_func == (kind in ("groups", "transformer", "inplace"))
 
 
-@pytest.mark.parametrize("kind", ["group", "batch", "sequential"])
-def test_rules_and_torch_func_agree(kind: str) -> None:
-    meter = ImageGradients(make_net(kind), TASK)
-    images, labels = pictures(4), some_labels(4)[None]
-    by_rules = meter.products(images, labels)
-    assert not meter.through_func
-    by_func = meter._by_func(images, labels)
-    for one, two in zip(by_rules, by_func, strict=True):
-        torch.testing.assert_close(one, two, **CLOSE)
-
-
-def test_large_convolutions_take_another_way_to_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_images_gradients_do_not_depend_on_its_chunk() -> None:
     meter = ImageGradients(make_net("group"), TASK)
-    images, labels = pictures(3), some_labels(3)[None]
-    found = []
-    for limit in (0, 10_000, 10**9):  # every layer by calls, some of them, none
-        monkeypatch.setattr("testtime.analysis.gradients._LARGE", limit)
-        found.append(meter.products(images, labels))
-    for other in found[1:]:
-        for one, two in zip(found[0], other, strict=True):
+    images, labels = pictures(7), some_labels(7)[None]
+    whole = meter.products(images, labels)
+    for size in (1, 2, 3):
+        parts = zip(images.split(size), labels.split(size, dim=1), strict=True)
+        joined = Products.join([meter.products(*part) for part in parts])
+        for one, two in zip(whole, joined, strict=True):
             torch.testing.assert_close(one, two, **CLOSE)
+
+
+def test_a_chunk_of_a_large_network_is_small() -> None:
+    assert ImageGradients(tt.resnet26(depth=8), TASK).chunk == 128
+    assert ImageGradients(tt.resnet18(10), TASK).chunk == 2
 
 
 def test_images_that_are_not_square_are_measured_as_the_task_sees_them() -> None:
@@ -146,17 +137,6 @@ def test_images_that_are_not_square_are_measured_as_the_task_sees_them() -> None
         task = torch.autograd.grad(F.cross_entropy(net.self_supervise(turned), torch.arange(4)), parameters)
         inner = sum((a * b).sum() for a, b in zip(main, task, strict=True))
         torch.testing.assert_close(found.inner[0, :, number].sum(), inner, **CLOSE)
-
-
-def test_chunks_on_two_threads_do_not_mix() -> None:
-    meter = ImageGradients(make_net("group"), TASK)
-    images, labels = pictures(24), some_labels(24)
-    chunks = [slice(start, start + 3) for start in range(0, 24, 3)]
-    alone = [meter.products(images[part], labels[None, part]) for part in chunks]
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda part: meter.products(images[part], labels[None, part]), chunks))
-    for one, two in zip(alone, together, strict=True):
-        assert torch.equal(one.inner, two.inner)
 
 
 @pytest.mark.parametrize("kind", ["group", "batch", "transformer"])

@@ -17,11 +17,9 @@ is. `Agreement` holds a mean with its standard error, for the whole encoder and 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +30,7 @@ from torch.nn import functional as F
 from testtime import tasks
 from testtime.analysis.gradients import ImageGradients, Products, freeze, join_features, name_layers, split_views
 from testtime.capture import Captured, Precision, arithmetic, check_precision
-from testtime.data.sets import Chunk, TestSet
+from testtime.data.sets import TestSet
 from testtime.networks.ynet import YNet
 from testtime.tasks import Task
 
@@ -40,7 +38,6 @@ BATCH = 128
 CONFIDENT = 0.9
 SINGLE = 1000
 STAND_IN, BALANCE = -2, -1  # places of the two losses without labels among those of a batch
-_CHUNK = {"cpu": 16, "cuda": 128}
 
 Progress = Callable[[int, int, str], None]
 
@@ -386,26 +383,11 @@ def find_labels(test_set: TestSet, net: YNet) -> Tensor | None:
 
 
 def _measure_images(meter: ImageGradients, test_set: TestSet, labels: Tensor, tell: Callable[[int], None]) -> Products:
-    """The first images of a set one by one; on a CPU a thread for each core, which suits steps as small as these."""
-    device = next(meter.net.parameters()).device
-    chunks = test_set.chunks(_CHUNK.get(device.type, 16), slice(labels.shape[1]))
-
-    def measure(chunk: Chunk) -> Products:
-        return meter.products(chunk.images.to(device), labels[:, chunk.numbers].to(device))
-
-    found: list[Products] = []
-    with contextlib.ExitStack() as stack:
-        if device.type == "cpu":
-            pool = stack.enter_context(
-                ThreadPoolExecutor(torch.get_num_threads(), "image", torch.set_num_threads, (1,))
-            )
-            stack.callback(pool.shutdown, cancel_futures=True)  # what was interrupted must not be finished first
-            each = pool.map(measure, chunks)
-        else:
-            each = map(measure, chunks)
-        for products in each:
-            found.append(products)
-            tell(sum(part.task.shape[1] for part in found))
+    """The first images of a set one by one."""
+    device, found = next(meter.net.parameters()).device, []
+    for numbers, images, _ in test_set.chunks(meter.chunk, slice(labels.shape[1])):
+        found.append(meter.products(images.to(device), labels[:, numbers].to(device)))
+        tell(int(numbers[-1]) + 1)
     return Products.join(found)
 
 
