@@ -18,6 +18,9 @@ from testtime import cpu
 from testtime.networks.resnet import AddingConv2d, GroupNormReLU, PreActivationBlock
 from testtime.randomness import has_triton
 
+# A convolution of no more images of a replica, each with no more numbers in its patches, is a matrix product on a CPU.
+_FEW, _SMALL = 4, 16_384
+
 
 class Stacking:
     """Makes stacked tensors `(S, *shape)` of a module's tensors; what was one tensor in two places stays one."""
@@ -76,9 +79,22 @@ class _Conv2d(nn.Module):
             flat = None if bias is None else bias.flatten()
             wide = F.conv2d(wide, weight.flatten(0, 1), flat, *rest, self.groups * count)
             return wide.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
+        patch = x.shape[1] * x.shape[2] * x.shape[3] * weight.shape[-2] * weight.shape[-1]
+        few = count > 1 and 0 < len(x) <= _FEW * count and patch <= _SMALL
+        if few and self.groups == 1 and not isinstance(self.padding, str):
+            return self._multiply(x, weight, bias)
         biases = [None] * count if bias is None else bias
         pieces = zip(x.chunk(count), weight, biases, strict=True)
         return _concatenate([F.conv2d(piece, w, b, *rest, self.groups) for piece, w, b in pieces])
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution as matrix products: for few images of many replicas, where calls cost more than copies."""
+        patches = F.unfold(x, weight.shape[-2:], self.dilation, self.padding, self.stride)  # (S·B, inputs·k·k, P)
+        y = weight.flatten(2).unsqueeze(1) @ patches.unflatten(0, (len(weight), -1))  # (S, B, outputs, P)
+        y = y if bias is None else y + bias[:, None, :, None]
+        sides = zip(x.shape[-2:], self.padding, self.dilation, weight.shape[-2:], self.stride, strict=True)
+        shape = [(side + 2 * pad - gap * (k - 1) - 1) // step + 1 for side, pad, gap, k, step in sides]
+        return y.flatten(0, 1).unflatten(2, shape).contiguous(memory_format=torch.channels_last)
 
 
 class _GroupNorm(nn.Module):
