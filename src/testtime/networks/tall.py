@@ -19,7 +19,7 @@ from testtime.networks.resnet import AddingConv2d, GroupNormReLU, PreActivationB
 from testtime.randomness import has_triton
 
 # A convolution of no more images of a replica, each with no more numbers in its patches, is a matrix product on a CPU.
-_FEW, _SMALL = 4, 16_384
+_FEW, _SMALL = 3, 16_384
 
 
 class Stacking:
