@@ -175,13 +175,19 @@ inline float load_shared(unsigned from) {
 
 inline float half_of(unsigned both, int which) { return __uint_as_float(which ? both & 0xffff0000u : both << 16); }
 
-// m16n8k16, bfloat16
-inline void multiply(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+// Lay a product's factors open to the warp: registers 0 to 3 of a lane are the first's, 4 and 5 the second's.
+inline auto show_factors(const unsigned (&a)[4], unsigned b0, unsigned b1) {
     auto mine = emulated::warp();
     auto own = mine[emulated::lane()];
     for (int i = 0; i < 4; ++i) own[i] = a[i];
     own[4] = b0, own[5] = b1;
     emulated::wait_for_warp();
+    return mine;
+}
+
+// m16n8k16, bfloat16
+inline void multiply(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    auto mine = show_factors(a, b0, b1);
     int g = emulated::lane() / 4, t = emulated::lane() % 4;
     for (int i = 0; i < 4; ++i) {
         int row = g + i / 2 * 8, column = 2 * t + i % 2;
@@ -196,11 +202,7 @@ inline void multiply(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsi
 
 // m16n8k8, TF32
 inline void multiply_tf32(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    auto mine = emulated::warp();
-    auto own = mine[emulated::lane()];
-    for (int i = 0; i < 4; ++i) own[i] = a[i];
-    own[4] = b0, own[5] = b1;
-    emulated::wait_for_warp();
+    auto mine = show_factors(a, b0, b1);
     int g = emulated::lane() / 4, t = emulated::lane() % 4;
     auto number = [](unsigned bits) { return __uint_as_float(bits & 0xffffe000u); };
     for (int i = 0; i < 4; ++i) {
