@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 
 Told = Callable[[int, int, Correlation, float], None]
 
-_SIZED = ("digits", "imagenet", "vid-robust", "folder")  # families whose images have the size one asks for
 _READ = 1000
 _FORMAT = 2  # 1 had no balance
 LUMA = (0.299, 0.587, 0.114)
@@ -57,7 +56,7 @@ def open_for(net: YNet, data: str, root: str | Path | None = None) -> TestSet:
     """
     family, card, options = data.split("/", 1)[0], net.card, {}
     is_folder = family not in registry.WHAT and Path(data).expanduser().is_dir()
-    if card.size is not None and (is_folder or family.startswith(_SIZED)):
+    if card.size is not None and (is_folder or family.startswith(registry.SIZED)):
         options["size"] = card.size
     if not is_folder:
         return datasets.open(data, root, **options)

@@ -26,6 +26,9 @@ Root = str | os.PathLike[str] | None
 State = Literal["built in", "ready", "generated", "incomplete", "missing"]
 Progress = Callable[[int, int], None]
 
+SIZED = ("digits", "imagenet", "vid-robust", "folder")
+"""How the families begin whose images have the size one asks for."""
+
 WHAT = {
     "digits": "1,797 handwritten digits, 16×16 gray, 10 classes",
     "digits-c": "the digits under the 15 corruptions, 5 levels",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from testtime import data as datasets
 from testtime.adapt import Adapter, Prediction
+from testtime.data import registry
 from testtime.data.sets import TestSet
 from testtime.evaluate import Columns, count_wrong, score, stream_order, walk
 from testtime.networks.ynet import Card, CheckpointError, YNet, load
@@ -27,7 +28,6 @@ Advance = Callable[[int, int], None]
 
 _BLOCK = 64  # images of each stream that are read at once
 _BELOW_ONE = 1 - 2**-24
-_SIZED = ("digits", "imagenet", "vid-robust", "folder")  # families whose images have the size one asks for
 _PICTURES = ("imagenet", "vid", "folder")  # families that are read from picture files
 
 
@@ -123,7 +123,7 @@ class Workshop:
         source = self.plan.source(name)
         family = "folder" if source.folder is not None else name.split("/", 1)[0]
         options: dict[str, Any] = {}
-        if card.size is not None and family.startswith(_SIZED):
+        if card.size is not None and family.startswith(registry.SIZED):
             options["size"] = card.size
         if family.startswith(_PICTURES):
             options["on_bad"] = self.plan.on_bad_image
