@@ -241,6 +241,19 @@ def test_what_was_learned_lives_on(name: str) -> None:
     assert not torch.equal(first.logits_before, second.logits_before)
 
 
+@pytest.mark.parametrize("kind", [Fixed, Episodic, Online])
+def test_a_mirrored_answer_is_the_mean_of_both_and_changes_no_learning(kind: Callable[..., Adapter]) -> None:
+    net, images = network(), pictures()
+    plain = kind(net).predict(images)
+    mirrored = kind(net, mirrored=True).predict(images)
+    with torch.no_grad():
+        both = (net(images) + net(images.flip(-1))) / 2
+    fresh = 1 if kind is Online else len(images)  # a stream has learned when its second image comes
+    assert torch.allclose(mirrored.logits_before[:fresh], both[:fresh], atol=1e-5)
+    assert torch.equal(mirrored.loss_after, plain.loss_after)
+    assert not torch.allclose(mirrored.logits, plain.logits)
+
+
 @pytest.mark.parametrize("name", list(ADAPTERS))
 def test_gradient_modes_of_the_caller_do_not_matter(name: str) -> None:
     net = network_for(name)

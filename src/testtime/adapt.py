@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from testtime import augment as augmentations
 from testtime import tasks
 from testtime.calibrate import fastest
-from testtime.capture import Captured, arithmetic, check_precision
+from testtime.capture import Captured, Precision, arithmetic, check_precision
 from testtime.learner import Learner, Settings, is_rowwise, load_learner, save_learner
 from testtime.networks.replicas import Replicas
 from testtime.networks.ynet import YNet
@@ -100,27 +100,31 @@ def learn(learner: Learner, images: Tensor, draws: Draws, weights: Tensor) -> No
 
 
 @torch.no_grad()
-def look(replicas: Replicas, images: Tensor, task: Task) -> tuple[Tensor, Tensor, Tensor]:
+def look(replicas: Replicas, images: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
     """What the replicas, as they are, say of plain images.
 
     Args:
         replicas: S replicas.
         images: `(S, B, C, H, W)`.
-        task: The self-supervised task.
+        settings: The task, and whether the answer is that of the image and its mirror image together.
 
     Returns:
         Class logits `(S, B, K)`, the task's loss `(S, B)`, and its confidence in the plain image `(S, B)`.
     """
+    assert settings.task is not None
     shape = images.shape[:2]
-    views, targets = task.probe(images.flatten(0, 1))
+    views, targets = settings.task.probe(images.flatten(0, 1))
     views = views.view(shape[0], -1, *views.shape[1:])  # (S, B·V, C, h, w)
     features = replicas.encode(views)
-    losses = task.loss(replicas.supervise(features).flatten(0, 1), targets).view(*shape, -1)  # (S, B, V)
+    losses = settings.task.loss(replicas.supervise(features).flatten(0, 1), targets).view(*shape, -1)  # (S, B, V)
     if views.shape[-2:] == images.shape[-2:]:
         plain = features[:, :: losses.shape[-1]]  # the plain image is its own first view: no need to encode it again
     else:
         plain = replicas.encode(images)
-    return replicas.classify(plain).float(), losses.mean(-1), torch.exp(-losses[..., 0])
+    logits = replicas.classify(plain).float()
+    if settings.mirrored:
+        logits = (logits + replicas.classify(replicas.encode(images.flip(-1))).float()) / 2
+    return logits, losses.mean(-1), torch.exp(-losses[..., 0])
 
 
 @torch.no_grad()
@@ -140,7 +144,7 @@ def episode(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -
     """
     settings, replicas = learner.settings, learner.replicas
     draws = Draws.of(settings.seed, samples)
-    logits_before, loss_before, confidence = look(replicas, images, learner.task)
+    logits_before, loss_before, confidence = look(replicas, images, settings)
     wanted = active[:, None] & gate(confidence, settings.threshold)  # (S, B)
     weights = wanted.float() / wanted.sum(1, keepdim=True).clamp(min=1)
     good = learner.snapshot()
@@ -149,7 +153,7 @@ def episode(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -
     try:
         for step in range(0 if idle else settings.steps):
             learn(learner, images, draws.fold(step), weights)
-        logits, loss_after, _ = (logits_before, loss_before, None) if idle else look(replicas, images, learner.task)
+        logits, loss_after, _ = (logits_before, loss_before, None) if idle else look(replicas, images, settings)
     except BaseException:  # Ctrl-C as well: what was half learned is no state to go on from
         learner.restore(good, torch.ones_like(active))
         raise
@@ -217,7 +221,6 @@ class Adapter(nn.Module):
         task = settings.task or tasks.make(net.card.task)
         augment = settings.augment or augmentations.make(net.card.augment)
         self.settings = replace(settings, task=task, augment=augment)
-        self._task = task
         with torch.inference_mode(False):
             # In a list, which hides it from nn.Module: it is not the adapter's to train or to move.
             self._networks = [copy.deepcopy(net).eval().requires_grad_(False)]
@@ -331,7 +334,7 @@ class Adapter(nn.Module):
             self._base = Replicas(self._networks[0], 1, (), example, dtype)
         most = 2048 if images.is_cuda else 256  # at a time, and fewer of large images: their features fill the memory
         most = max(1, min(most, most * 1024 // (images.shape[-2] * images.shape[-1])))
-        parts = [look(self._base, chunk[None], self._task) for chunk in images.split(most)]
+        parts = [look(self._base, chunk[None], self.settings) for chunk in images.split(most)]
         logits, loss, confidence = (torch.cat(tensors, dim=1)[0] for tensors in zip(*parts, strict=True))
         no = torch.zeros_like(loss, dtype=torch.bool)
         return Prediction(logits, logits.clone(), loss, loss.clone(), confidence, no, no.clone())
@@ -370,10 +373,14 @@ class Fixed(Adapter):
     Args:
         net: The network.
         task: The self-supervised task to measure; the network's own by default.
+        precision: "fp32", "tf32" or "bf16".
+        mirrored: Answer with the mean of the logits of the image and of its mirror image.
     """
 
-    def __init__(self, net: YNet, *, task: Task | None = None) -> None:
-        super().__init__(net, Settings(steps=0, task=task))
+    def __init__(
+        self, net: YNet, *, task: Task | None = None, precision: Precision = "fp32", mirrored: bool = False
+    ) -> None:
+        super().__init__(net, Settings(steps=0, task=task, precision=precision, mirrored=mirrored))
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         return self._unadapted(images)

@@ -37,6 +37,7 @@ class Settings:
         seed: Seed of the augmentations.
         guard: Undo an update after which the task's loss on the image is not finite, or has risen by more than this.
         precision: "fp32" is exact; "tf32" and "bf16" are faster on a GPU. Weights and updates are always float32.
+        mirrored: Answer with the mean of the logits of the image and of its mirror image.
         task: The self-supervised task; None takes the one the network was trained with.
         augment: What makes the copies; None takes the network's training augmentation.
     """
@@ -51,6 +52,7 @@ class Settings:
     seed: int = 0
     guard: float = 3.0
     precision: Precision = "fp32"
+    mirrored: bool = False
     task: Task | None = None
     augment: Augment | None = None
 
