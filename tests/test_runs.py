@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from testtime import cli, data, resnet26
-from testtime.adapt import gate
+from testtime.adapt import Fixed, gate
 from testtime.corruptions import CORRUPTIONS
 from testtime.data import DataError
 from testtime.evaluate import Record, evaluate, stream_order
@@ -639,6 +639,18 @@ def test_the_precision_is_the_methods_unless_another_is_asked_for(tmp_path: Path
     assert said == [["bf16", "fp32"], ["tf32", "tf32"], ["fp32", "tf32"]]
 
 
+def test_a_method_that_learns_nothing_has_a_precision_and_may_answer_mirrored(tmp_path: Path) -> None:
+    study = tmp_path / "s.toml"
+    study.write_text('[methods.a]\nmode = "fixed"\nmirrored = true\n[methods.b]\nmode = "online"\n')
+    plan = make_plan(study, checkpoint="x", data=["digits"], precision=["tf32", "a=bf16"])
+    net = resnet26(depth=8)
+    first, second = (method.make(net, 0) for method in plan.methods)
+    assert isinstance(first, Fixed)
+    assert (first.settings.precision, first.settings.mirrored) == ("bf16", True)
+    assert (second.settings.precision, second.settings.mirrored) == ("tf32", False)
+    assert plan.methods[0].describe(net)["settings"] == {"precision": "bf16", "mirrored": True}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -655,7 +667,7 @@ def test_the_precision_is_the_methods_unless_another_is_asked_for(tmp_path: Path
         ({"data": ["digits-c/fog/3"], "levels": "5"}, "No test set has"),
         ({"limit": 0}, "`limit` must be at least 1"),
         ({"seeds": [1, 1]}, "got 1 twice"),
-        ({"steps": ["fixed=3"]}, "no method that learns is called 'fixed'"),
+        ({"steps": ["fixed=3"]}, "no method that it applies to is called 'fixed'"),
         ({"steps": ["two"]}, "--steps must be a number or METHOD=NUMBER, got 'two'"),
         ({"steps": ["0.5"]}, "--steps must be a number"),
         ({"lr": ["-1"]}, "episodic: `lr` must be positive"),

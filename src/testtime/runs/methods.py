@@ -20,7 +20,8 @@ Mode = Literal["fixed", "episodic", "online"]
 JOINT, BASELINE = "joint", "baseline"
 """The networks that options of their own give, `--checkpoint` and `--baseline`."""
 
-_SETTINGS = ("steps", "lr", "copies", "threshold", "update", "guard", "precision", "augment", "turns")
+_SETTINGS = ("steps", "lr", "copies", "threshold", "update", "guard", "precision", "mirrored", "augment", "turns")
+_ANSWERS = ("precision", "mirrored")  # the settings of a method that learns nothing
 _STEPS: dict[Mode, int] = {"fixed": 0, "episodic": 10, "online": 1}
 _LOOK = 4  # views of an image in one look at it: its four turns
 
@@ -35,10 +36,10 @@ class Method:
         network: Name of the network it starts from: `joint`, the `baseline` that was trained on classes only, or any
             other that the plan has a file for.
         settings: Fields of `Settings` that differ from the defaults: steps, lr, copies, threshold, update, guard,
-            precision; `augment` as a network's card has it; `turns`, "random" or "all", for the rotation task. A
-            `threshold` may be a share of the images, such as "20%": for each test set it is then the confidence of the
-            network as it is that so many of the images fall below. That looks at the whole unlabelled set once, before
-            the first image is answered.
+            precision, mirrored; `augment` as a network's card has it; `turns`, "random" or "all", for the rotation
+            task. A method that learns nothing takes only precision and mirrored. A `threshold` may be a share of the
+            images, such as "20%": for each test set it is then the confidence of the network as it is that so many of
+            the images fall below. That looks at the whole unlabelled set once, before the first image is answered.
     """
 
     name: str
@@ -54,8 +55,9 @@ class Method:
         for name in self.settings:
             if name not in _SETTINGS:
                 raise ValueError(f"{self.name}: no setting is called {name!r}; there are {', '.join(_SETTINGS)}.")
-        if self.mode == "fixed" and self.settings:
-            raise ValueError(f"{self.name} learns nothing, so it takes no settings, got {', '.join(self.settings)}.")
+        idle = [name for name in self.settings if self.mode == "fixed" and name not in _ANSWERS]
+        if idle:
+            raise ValueError(f"{self.name} learns nothing, so it has no {', '.join(idle)}.")
         try:
             Settings(**(self if self.share is None else self.resolve(1.0))._arguments(0))
         except (TypeError, ValueError) as error:
@@ -81,7 +83,7 @@ class Method:
         if self.share is not None:
             raise ValueError(f"{self.name}: a share of the images becomes a threshold only on a test set.")
         if self.mode == "fixed":
-            return Fixed(net)
+            return Fixed(net, **self.settings)
         if self.mode == "episodic":
             return Episodic(net, parallel=parallel, **self._arguments(seed))
         return Online(net, **self._arguments(seed))
@@ -96,7 +98,7 @@ class Method:
             described = self.resolve(1.0).describe(net)
             described["settings"]["threshold"] = self.settings["threshold"]
             return described
-        settings = self.make(net, 0, 1).settings.describe() if self.mode != "fixed" else {}
+        settings = dict(self.settings) if self.mode == "fixed" else self.make(net, 0, 1).settings.describe()
         settings.pop("seed", None)  # it belongs to the unit
         return {"mode": self.mode, "network": self.network, "settings": settings}
 
@@ -176,8 +178,9 @@ def override(methods: Sequence[Method], overrides: Mapping[str, Sequence[str] | 
         # The unnamed come first: "0.1" and "online=0.2" mean the same in either order.
         for text in sorted(texts or (), key=lambda text: "=" in text):
             name, _, word = text.rpartition("=")
-            if name and name not in learning:
-                raise ValueError(f"--{setting}: no method that learns is called {name!r} ({', '.join(learning)}).")
+            known = list(changed) if setting in _ANSWERS else learning
+            if name and name not in known:
+                raise ValueError(f"--{setting}: no method that it applies to is called {name!r} ({', '.join(known)}).")
             value = _read_value(setting, word, text)
             for one in [name] if name else learning:
                 changed[one] = replace(changed[one], settings={**changed[one].settings, setting: value})
