@@ -9,14 +9,16 @@ with their channels last, `(S·B, H, W, C)`.
   (no atomics: results do not vary from run to run).
 - `group_norm`: GroupNorm with or without the ReLU behind it; a program has one image, which comes from memory once.
   What the backward pass needs besides the input is two numbers for each group.
+- `batch_norm`: BatchNorm with the statistics of each replica's images, with or without the ReLU behind it.
+- `Gathering`: what a backward pass has left to sum, summed in one launch.
 - `mix`: the hash of randomness.py in one launch.
 
 Filters stay float32 in memory and are rounded to the images' dtype as they are read. Products of bfloat16 images are
 summed in float32; products of float32 images are taken in TF32, so exact float32 is not for `convolve` but for cuDNN.
 
-tiles.py has them all, in Triton. convolution.cu has the case that matters most, as many channels in as out and stride
-1, in CUDA C++, where a tile can stay in shared memory for all nine taps; native.py compiles it with NVRTC, which comes
-with torch. tests/test_kernels.py runs it on a CPU.
+tiles.py and batch.py have them all, in Triton. convolution.cu has the case that matters most, as many channels in as
+out and stride 1, in CUDA C++, where a tile can stay in shared memory for all nine taps; native.py compiles it with
+NVRTC, which comes with torch. tests/test_kernels.py runs it on a CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from testtime.kernels import native, tiles
+from testtime.kernels import batch, gathering, native, tiles
+from testtime.kernels.gathering import Gathering
 
 
 def convolve(x: Tensor, weight: Tensor, stride: int, padding: int, plus: Tensor | None = None) -> Tensor:
@@ -44,12 +47,34 @@ def convolve(x: Tensor, weight: Tensor, stride: int, padding: int, plus: Tensor 
     outputs, inputs = weight.shape[1:3]
     if weight.stride()[1:] != (1, outputs, 3 * inputs * outputs, inputs * outputs):
         weight = weight.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)
-    return _Convolve.apply(x, weight, stride, padding, plus)  # type: ignore[return-value]
+    return _Convolve.apply(x, weight, stride, padding, plus, gathering.current())  # type: ignore[return-value]
 
 
 def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, relu: bool) -> Tensor:
     """GroupNorm of x `(S·B, C, H, W)`, channels last, with weight and bias `(S, C)`, then ReLU if asked."""
-    return _GroupNorm.apply(x, groups, weight, bias, eps, relu)  # type: ignore[return-value]
+    return _GroupNorm.apply(x, groups, weight, bias, eps, relu, gathering.current())  # type: ignore[return-value]
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+    relu: bool,
+) -> Tensor:
+    """BatchNorm of x `(S·B, C, H, W)`, channels last, then ReLU if asked; statistics and parameters are `(S, C)`.
+
+    In training it uses the statistics of each replica's images and lets the running ones, float32, follow them.
+    """
+    x = x.contiguous(memory_format=torch.channels_last)
+    mean, variance = running_mean, running_var
+    if training:
+        mean, variance = batch.moments(x.detach(), running_mean, running_var, momentum)
+    return _BatchNorm.apply(x, mean, variance, weight, bias, eps, training, relu)  # type: ignore[return-value]
 
 
 def mix(state: Tensor) -> Tensor:
@@ -59,7 +84,15 @@ def mix(state: Tensor) -> Tensor:
 
 class _Convolve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int, plus: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        stride: int,
+        padding: int,
+        plus: Tensor | None,
+        gathered: Gathering | None,
+    ) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
         ctx.save_for_backward(x, weight)
         ctx.stride, ctx.padding = stride, padding
@@ -70,6 +103,10 @@ class _Convolve(torch.autograd.Function):
             plus = plus.contiguous(memory_format=torch.channels_last)
         kind = native if native.convolves(x, weight, stride, padding) else tiles
         kind.convolve(x, weight, y, stride, padding, plus, transposed=False)
+        ctx.gathered, ctx.share = gathered, None
+        if gathered is not None and ctx.needs_input_grad[1]:
+            kind = native if native.gives_gradient(x, weight, stride, padding) else tiles
+            ctx.share = gathered.reserve(weight, kind.gradient_rows(x, y, weight))
         return y
 
     @staticmethod
@@ -78,24 +115,48 @@ class _Convolve(torch.autograd.Function):
         grad = grads[0].contiguous(memory_format=torch.channels_last)
         given = x, weight, ctx.stride, ctx.padding
         grad_x = grad_weight = None
+        if ctx.needs_input_grad[1]:
+            kind = native if native.gives_gradient(*given) else tiles
+            rest = weight, ctx.stride, ctx.padding
+            if ctx.share is not None:
+                parts = ctx.gathered.rows(ctx.share)
+                with ctx.gathered.beside(x, grad):
+                    kind.filter_gradient(x, grad, *rest, parts)
+                grad_weight = ctx.gathered.zeros(weight)
+            else:
+                replicas, outputs, inputs = weight.shape[:3]
+                shape = kind.gradient_rows(x, grad, weight), replicas, 3, 3, inputs, outputs
+                parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+                kind.filter_gradient(x, grad, *rest, parts)
+                grad_weight = (parts[0] if len(parts) == 1 else parts.sum(0)).permute(0, 4, 3, 1, 2)
         if ctx.needs_input_grad[0]:
             grad_x = channels_last(x, *x.shape)
             kind = native if native.convolves(*given) else tiles
             kind.convolve(grad, weight, grad_x, ctx.stride, ctx.padding, None, transposed=True)
-        if ctx.needs_input_grad[1]:
-            kind = native if native.gives_gradient(*given) else tiles
-            grad_weight = kind.filter_gradient(x, grad, weight, ctx.stride, ctx.padding)
-        return grad_x, grad_weight, None, None, grad if ctx.needs_input_grad[4] else None
+        return grad_x, grad_weight, None, None, grad if ctx.needs_input_grad[4] else None, None
 
 
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, relu: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        groups: int,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        relu: bool,
+        gathered: Gathering | None,
+    ) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
         y = channels_last(x, *x.shape)
         moments = tiles.norm_forward(x, y, groups, weight, bias, eps, relu)
         ctx.save_for_backward(x, weight, bias, moments)
         ctx.groups, ctx.relu = groups, relu
+        ctx.gathered, ctx.shares = gathered, None
+        if gathered is not None and all(ctx.needs_input_grad[2:4]):
+            shares = [gathered.reserve(parameter, len(x) // len(weight)) for parameter in (weight, bias)]
+            ctx.shares = None if None in shares else shares
         return y
 
     @staticmethod
@@ -103,11 +164,55 @@ class _GroupNorm(torch.autograd.Function):
         x, weight, bias, moments = ctx.saved_tensors
         grad = grads[0].contiguous(memory_format=torch.channels_last)
         grad_x = channels_last(x, *x.shape)
-        sums = tiles.norm_backward(x, grad, grad_x, ctx.groups, weight, bias, moments, ctx.relu)
-        if not any(ctx.needs_input_grad[2:4]):
-            return grad_x, None, None, None, None, None
-        grad_weight, grad_bias = sums.view(2, len(weight), -1, x.shape[1]).sum(2)
-        return grad_x, None, grad_weight, grad_bias, None, None
+        if ctx.shares is None:
+            shape = 2, len(x) // len(weight), *weight.shape
+            parts = torch.empty(shape, dtype=torch.float32, device=x.device).unbind()
+        else:
+            parts = [ctx.gathered.rows(share) for share in ctx.shares]
+        tiles.norm_backward(x, grad, grad_x, ctx.groups, weight, bias, moments, ctx.relu, *parts)
+        of_weight = of_bias = None
+        if ctx.shares is not None:
+            of_weight, of_bias = (ctx.gathered.zeros(parameter) for parameter in (weight, bias))
+        elif any(ctx.needs_input_grad[2:4]):
+            of_weight, of_bias = (part.sum(0) for part in parts)
+        return grad_x, None, of_weight, of_bias, None, None, None
+
+
+class _BatchNorm(torch.autograd.Function):
+    """`follows`: whether the statistics are those of x itself, and so change with it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        follows: bool,
+        relu: bool,
+    ) -> Tensor:
+        y = channels_last(x, *x.shape)
+        batch.apply(x, y, mean, variance, weight, bias, eps, relu)
+        ctx.save_for_backward(x, mean, variance, weight, bias)
+        ctx.eps, ctx.follows, ctx.relu = eps, follows, relu
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, variance, weight, bias = ctx.saved_tensors
+        grad = grads[0].contiguous(memory_format=torch.channels_last)
+        learns = any(ctx.needs_input_grad[3:5])
+        sums = grad_x = None
+        if ctx.follows or learns:
+            sums = batch.gradient_sums(x, grad, mean, variance, weight, bias, ctx.eps, ctx.relu)
+        if ctx.needs_input_grad[0]:
+            grad_x = channels_last(x, *x.shape)
+            own = sums if ctx.follows else None
+            batch.input_gradient(x, grad, grad_x, mean, variance, weight, bias, own, ctx.eps, ctx.relu)
+        grad_bias, grad_weight = (None, None) if sums is None or not learns else sums
+        return grad_x, None, None, grad_weight, grad_bias, None, None, None
 
 
 def channels_last(like: Tensor, *shape: int) -> Tensor:

@@ -28,6 +28,13 @@ class GroupNormReLU(nn.GroupNorm):
         return F.relu(super().forward(x))
 
 
+class BatchNormReLU(nn.Sequential):
+    """BatchNorm and the ReLU behind it as one layer, so that both can be computed in one go."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(nn.BatchNorm2d(channels), nn.ReLU())
+
+
 class AddingConv2d(nn.Conv2d):
     """A convolution and the shortcut added to it as one layer, so that both can be computed in one go."""
 
@@ -229,9 +236,7 @@ def _norm(norm: Norm, channels: int, groups: int) -> nn.Module:
 
 
 def _norm_relu(norm: Norm, channels: int, groups: int) -> nn.Module:
-    if norm == "group":
-        return GroupNormReLU(groups, channels)
-    return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU())
+    return GroupNormReLU(groups, channels) if norm == "group" else BatchNormReLU(channels)
 
 
 def _check(norm: str, **counts: int) -> None:

@@ -1,7 +1,7 @@
 """Layers that have another set of parameters for every B images: the tall form of a network (see replicas.py).
 
-Convolution, GroupNorm, BatchNorm, LayerNorm and linear. Convolution and GroupNorm have kernels of ours on CUDA
-(testtime/kernels) and on a CPU (testtime/cpu); where those do not fit, plain torch.
+Convolution, GroupNorm, BatchNorm, LayerNorm and linear. Convolution and the first two norms have kernels of ours on
+CUDA (testtime/kernels), convolution and GroupNorm on a CPU (testtime/cpu); where those do not fit, plain torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from testtime import cpu
-from testtime.networks.resnet import AddingConv2d, GroupNormReLU, PreActivationBlock
+from testtime.networks.resnet import AddingConv2d, BatchNormReLU, GroupNormReLU, PreActivationBlock
 from testtime.randomness import has_triton
 
 # A convolution of no more images of a replica, each with no more numbers in its patches, is a matrix product on a CPU.
@@ -126,28 +126,52 @@ class _GroupNorm(nn.Module):
 
 
 class BatchNorm(nn.Module):
-    """BatchNorm with its own statistics for every B images."""
+    """BatchNorm, with ReLU behind it or not, with its own statistics for every B images."""
 
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
 
-    def __init__(self, layer: nn.BatchNorm2d | nn.BatchNorm1d, stack: Stacking) -> None:
+    def __init__(self, layer: nn.BatchNorm2d | nn.BatchNorm1d, stack: Stacking, relu: bool = False) -> None:
         super().__init__()
         self.weight, self.bias = stack(layer.weight), stack(layer.bias)
         for name, buffer in layer.named_buffers():
             self.register_buffer(name, stack(buffer))
-        self.eps, self.momentum = layer.eps, layer.momentum
+        self.eps, self.momentum, self.relu = layer.eps, layer.momentum or 0.0, relu
 
     def forward(self, x: Tensor) -> Tensor:
         count = len(self.running_mean)
         if self.training:
             self.num_batches_tracked += 1
+        statistics = self.running_mean, self.running_var
+        if self._kernel_fits(x):
+            from testtime import kernels
+
+            rest = self.training, self.momentum, self.eps, self.relu
+            return kernels.batch_norm(x, *statistics, self.weight, self.bias, *rest)
         wide = x.unflatten(0, (count, -1)).transpose(0, 1).flatten(1, 2)  # (B, S·C, ...)
-        mean, variance = self.running_mean.view(-1), self.running_var.view(-1)  # views: they are updated in place
+        mean, variance = (tensor.view(-1) for tensor in statistics)  # views: they are updated in place
         weight, bias = (None if t is None else t.flatten() for t in (self.weight, self.bias))
-        wide = F.batch_norm(wide, mean, variance, weight, bias, self.training, self.momentum or 0.0, self.eps)
-        return wide.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
+        wide = F.batch_norm(wide, mean, variance, weight, bias, self.training, self.momentum, self.eps)
+        y = wide.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
+        return F.relu_(y) if self.relu else y
+
+    def _kernel_fits(self, x: Tensor) -> bool:
+        """Whether there is a CUDA kernel of ours for these inputs; torch refuses a channel of a single number."""
+        if not x.is_cuda or not has_triton() or self.weight is None or x.dim() != 4:
+            return False
+        count, channels = self.running_mean.shape
+        sizes = channels <= 1024 and channels & (channels - 1) == 0 and count * channels < x.numel() < count * 2**30
+        return sizes and self.weight.dtype == torch.float32
+
+
+class _BatchNormReLU(nn.Sequential):
+    """BatchNorm and the ReLU behind it; its tensors have the names of the layer's own."""
+
+    def __init__(self, layer: BatchNormReLU, stack: Stacking) -> None:
+        norm = layer[0]
+        assert isinstance(norm, nn.BatchNorm2d)
+        super().__init__(BatchNorm(norm, stack, relu=True))
 
 
 class _LayerNorm(nn.Module):
@@ -266,6 +290,7 @@ _TALL: dict[type[nn.Module], Callable[..., nn.Module]] = {
     GroupNormReLU: _GroupNorm,
     nn.BatchNorm1d: BatchNorm,
     nn.BatchNorm2d: BatchNorm,
+    BatchNormReLU: _BatchNormReLU,
     nn.LayerNorm: _LayerNorm,
     nn.Linear: _Linear,
     PreActivationBlock: _PreActivationBlock,

@@ -1,0 +1,261 @@
+"""BatchNorm for replicas in Triton: the statistics of each replica's images; scale, shift and ReLU in one pass.
+
+A replica's images are a table of pixels, (B·H·W, C). Sums over the pixels are taken in pieces, in a fixed order.
+"""
+
+# pyright: reportIndexIssue=false
+# (kernels are launched as kernel[grid](...), which cannot be typed without triton installed)
+
+from __future__ import annotations
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]  # comes with CUDA builds of torch, and only there
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+_NUMBERS = 8192  # in a tile
+_PROGRAMS = 512  # that share the pixels for a sum
+
+
+def moments(x: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float) -> Tensor:
+    """Mean and variance of every channel over a replica's images; the running ones, `(S, C)` each, follow them.
+
+    Sums are taken about the running mean, so that a mean far from zero costs no digits.
+
+    Args:
+        x: Images `(S·B, C, H, W)`.
+        running_mean: Changed in place.
+        running_var: Changed in place.
+        momentum: The share of the new in the running ones.
+
+    Returns:
+        float32 `(2, S, C)`.
+    """
+    replicas, channels = running_mean.shape
+    pixels = _pixels(x, replicas)
+    block, pieces = _split(pixels, channels, replicas)
+    partial = torch.empty(pieces, 2, replicas, channels, dtype=torch.float32, device=x.device)
+    _sum_moments[(pieces, replicas)](x, running_mean, partial, pixels, pieces, C=channels, BLOCK=block)
+    found = torch.empty(2, replicas, channels, dtype=torch.float32, device=x.device)
+    part = min(channels, 16)
+    _finish_moments[(channels // part, replicas)](
+        partial,
+        found,
+        running_mean,
+        running_var,
+        pieces,
+        pixels,
+        momentum,
+        C=channels,
+        PART=part,
+        ROWS=_NUMBERS // part,
+    )
+    return found
+
+
+def apply(
+    x: Tensor, y: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float, relu: bool
+) -> None:
+    """Write x, normalised by mean and variance, times weight plus bias, `(S, C)` each, and ReLU if asked, to y."""
+    channels, pixels = x.shape[1], _pixels(x, len(weight))
+    block = _block(pixels, channels)
+    _apply[(triton.cdiv(pixels, block), len(weight))](
+        x, y, mean, variance, weight, bias, pixels, weight.stride(0), bias.stride(0), eps,
+        C=channels, RELU=relu, BLOCK=block,
+    )  # fmt: skip
+
+
+def gradient_sums(
+    x: Tensor, grad: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float, relu: bool
+) -> Tensor:
+    """Sums over a replica's pixels of the gradient, and of the gradient times the normalised input, `(2, S, C)`."""
+    channels, replicas = x.shape[1], len(weight)
+    pixels = _pixels(x, replicas)
+    block, pieces = _split(pixels, channels, replicas)
+    partial = torch.empty(pieces, 2, replicas, channels, dtype=torch.float32, device=x.device)
+    _sum_gradients[(pieces, replicas)](
+        x, grad, mean, variance, weight, bias, partial, pixels, pieces, weight.stride(0), bias.stride(0), eps,
+        C=channels, RELU=relu, BLOCK=block,
+    )  # fmt: skip
+    return partial[0] if pieces == 1 else partial.sum(0)
+
+
+def input_gradient(
+    x: Tensor,
+    grad: Tensor,
+    out: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    sums: Tensor | None,
+    eps: float,
+    relu: bool,
+) -> None:
+    """Write the gradient by x to `out`.
+
+    Args:
+        x: The input `(S·B, C, H, W)`.
+        grad: The gradient by the output.
+        out: Where to write.
+        mean: The statistics' mean `(S, C)`.
+        variance: Their variance.
+        weight: The scale.
+        bias: The shift.
+        sums: What `gradient_sums` gave, where the statistics are those of x; None where they are fixed.
+        eps: Added to the variance.
+        relu: Whether a ReLU came behind.
+    """
+    channels, pixels = x.shape[1], _pixels(x, len(weight))
+    block = _block(pixels, channels)
+    _gradient[(triton.cdiv(pixels, block), len(weight))](
+        x, grad, out, mean, variance, weight, bias, mean if sums is None else sums, pixels,
+        weight.stride(0), bias.stride(0), eps,
+        C=channels, RELU=relu, FOLLOWS=sums is not None, BLOCK=block,
+    )  # fmt: skip
+
+
+def _pixels(x: Tensor, replicas: int) -> int:
+    return len(x) // replicas * x.shape[2] * x.shape[3]
+
+
+def _block(pixels: int, channels: int) -> int:
+    return min(triton.next_power_of_2(pixels), max(8, _NUMBERS // channels))
+
+
+def _split(pixels: int, channels: int, replicas: int) -> tuple[int, int]:
+    """Pixels in a tile, and among how many programs a replica's tiles are dealt."""
+    block = _block(pixels, channels)
+    return block, max(1, min(triton.cdiv(pixels, block), _PROGRAMS // replicas))
+
+
+@triton.jit
+def _read(ptr, pixel, channel, pixels, C: tl.constexpr):
+    at = pixel[:, None] * C + channel[None, :]
+    return tl.load(ptr + at, mask=(pixel < pixels)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _write(ptr, values, pixel, channel, pixels, C: tl.constexpr):
+    at = pixel[:, None] * C + channel[None, :]
+    tl.store(ptr + at, values.to(ptr.dtype.element_ty), mask=(pixel < pixels)[:, None])
+
+
+@triton.jit
+def _behind_relu(grad, unit, weight, bias, RELU: tl.constexpr):
+    """What of a gradient comes through the ReLU."""
+    if RELU:
+        grad = tl.where(unit * weight[None, :] + bias[None, :] > 0, grad, 0.0)
+    return grad
+
+
+@triton.jit
+def _sum_moments(x_ptr, about_ptr, out_ptr, pixels, pieces, C: tl.constexpr, BLOCK: tl.constexpr):
+    replica = tl.program_id(1)
+    channel = tl.arange(0, C)
+    x_ptr += replica.to(tl.int64) * pixels * C
+    about = tl.load(about_ptr + replica * C + channel)
+    total = tl.zeros((C,), dtype=tl.float32)
+    square = tl.zeros((C,), dtype=tl.float32)
+    for start in range(tl.program_id(0) * BLOCK, pixels, pieces * BLOCK):
+        pixel = start + tl.arange(0, BLOCK)
+        off = _read(x_ptr, pixel, channel, pixels, C) - about[None, :]
+        off = tl.where((pixel < pixels)[:, None], off, 0.0)
+        total += tl.sum(off, axis=0)
+        square += tl.sum(off * off, axis=0)
+    at = out_ptr + (tl.program_id(0) * 2 * tl.num_programs(1) + replica) * C + channel
+    tl.store(at, total)
+    tl.store(at + tl.num_programs(1) * C, square)
+
+
+@triton.jit
+def _finish_moments(
+    partial_ptr, out_ptr, mean_ptr, variance_ptr, pieces, pixels, momentum,
+    C: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Some channels of one replica: sums of the pieces to statistics, which the running ones follow."""
+    replicas = tl.num_programs(1)
+    own = tl.program_id(1) * C + tl.program_id(0) * PART + tl.arange(0, PART)
+    total = tl.zeros((PART,), dtype=tl.float32)
+    square = tl.zeros((PART,), dtype=tl.float32)
+    for start in range(0, pieces, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = partial_ptr + row[:, None] * (2 * replicas * C) + own[None, :]
+        inside = (row < pieces)[:, None]
+        total += tl.sum(tl.load(at, mask=inside, other=0.0), axis=0)
+        square += tl.sum(tl.load(at + replicas * C, mask=inside, other=0.0), axis=0)
+    off = total / pixels
+    variance = square / pixels - off * off
+    variance = tl.where(variance < 0, 0.0, variance)  # by rounding; what is not a number stays so
+    running = tl.load(mean_ptr + own)
+    tl.store(out_ptr + own, running + off)
+    tl.store(out_ptr + replicas * C + own, variance)
+    tl.store(mean_ptr + own, running + momentum * off)
+    running = tl.load(variance_ptr + own)
+    spread = variance * pixels / tl.maximum(pixels - 1, 1)
+    tl.store(variance_ptr + own, running + momentum * (spread - running))
+
+
+@triton.jit
+def _apply(
+    x_ptr, y_ptr, mean_ptr, variance_ptr, w_ptr, b_ptr, pixels, w_stride, b_stride, eps,
+    C: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    replica = tl.program_id(1)
+    channel = tl.arange(0, C)
+    pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    before = replica.to(tl.int64) * pixels * C
+    own = replica * C + channel
+    scale = tl.load(w_ptr + replica * w_stride + channel) / tl.sqrt(tl.load(variance_ptr + own) + eps)
+    shift = tl.load(b_ptr + replica * b_stride + channel) - tl.load(mean_ptr + own) * scale
+    y = _read(x_ptr + before, pixel, channel, pixels, C) * scale[None, :] + shift[None, :]
+    if RELU:
+        y = tl.where(y > 0, y, tl.where(y == y, 0.0, y))  # as torch: what is not a number stays so
+    _write(y_ptr + before, y, pixel, channel, pixels, C)
+
+
+@triton.jit
+def _sum_gradients(
+    x_ptr, g_ptr, mean_ptr, variance_ptr, w_ptr, b_ptr, out_ptr, pixels, pieces, w_stride, b_stride, eps,
+    C: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    replica = tl.program_id(1)
+    channel = tl.arange(0, C)
+    before = replica.to(tl.int64) * pixels * C
+    own = replica * C + channel
+    mean, scale = tl.load(mean_ptr + own), 1.0 / tl.sqrt(tl.load(variance_ptr + own) + eps)
+    weight = tl.load(w_ptr + replica * w_stride + channel)
+    bias = tl.load(b_ptr + replica * b_stride + channel)
+    total = tl.zeros((C,), dtype=tl.float32)
+    product = tl.zeros((C,), dtype=tl.float32)
+    for start in range(tl.program_id(0) * BLOCK, pixels, pieces * BLOCK):
+        pixel = start + tl.arange(0, BLOCK)
+        unit = (_read(x_ptr + before, pixel, channel, pixels, C) - mean[None, :]) * scale[None, :]
+        grad = _behind_relu(_read(g_ptr + before, pixel, channel, pixels, C), unit, weight, bias, RELU)
+        total += tl.sum(grad, axis=0)
+        product += tl.sum(grad * unit, axis=0)
+    at = out_ptr + (tl.program_id(0) * 2 * tl.num_programs(1) + replica) * C + channel
+    tl.store(at, total)
+    tl.store(at + tl.num_programs(1) * C, product)
+
+
+@triton.jit
+def _gradient(
+    x_ptr, g_ptr, out_ptr, mean_ptr, variance_ptr, w_ptr, b_ptr, sums_ptr, pixels, w_stride, b_stride, eps,
+    C: tl.constexpr, RELU: tl.constexpr, FOLLOWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    replica = tl.program_id(1)
+    channel = tl.arange(0, C)
+    pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    before = replica.to(tl.int64) * pixels * C
+    own = replica * C + channel
+    mean, scale = tl.load(mean_ptr + own), 1.0 / tl.sqrt(tl.load(variance_ptr + own) + eps)
+    weight = tl.load(w_ptr + replica * w_stride + channel)
+    bias = tl.load(b_ptr + replica * b_stride + channel)
+    unit = (_read(x_ptr + before, pixel, channel, pixels, C) - mean[None, :]) * scale[None, :]
+    grad = _behind_relu(_read(g_ptr + before, pixel, channel, pixels, C), unit, weight, bias, RELU)
+    if FOLLOWS:
+        shift = tl.load(sums_ptr + own) / pixels
+        slope = tl.load(sums_ptr + tl.num_programs(1) * C + own) / pixels
+        grad = grad - shift[None, :] - unit * slope[None, :]
+    _write(out_ptr + before, grad * (weight * scale)[None, :], pixel, channel, pixels, C)
