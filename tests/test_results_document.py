@@ -17,7 +17,7 @@ import typer
 import testtime as tt
 from testtime.cli import app
 from testtime.corruptions import CORRUPTIONS
-from testtime.report import committed, findings
+from testtime.report import committed, finding_differences, findings
 from testtime.report.committed import Findings
 from testtime.report.documents import bullets, fill, table, update
 from testtime.report.paper import find_table
@@ -169,15 +169,15 @@ def make_table(level: int, **errors: float) -> Table:
 def test_what_is_outside_the_interval_is_named() -> None:
     # The paper has 8.1, 49.4, 27.5 and 12.6 at level 5, and 8.1, 45.0, 14.1 and 10.0 at level 4.
     five = make_table(5, original=8.5, gaussian_noise=52.9, fog=25.0, brightness=12.0)
-    assert findings._tell_beyond(five, "fixed") == (
+    assert finding_differences._tell_beyond(five, "fixed") == (
         "JT at level 5: outside on 2 of 4 sets; higher on gaussian noise (+3.5); lower on fog (−2.5)."
     )
     four = make_table(4, original=8.5, gaussian_noise=47.0, fog=16.1, brightness=8.0)
-    assert findings._tell_constant({4: four, 5: five}, "fixed") == (
+    assert finding_differences._tell_constant({4: four, 5: five}, "fixed") == (
         "JT outside at all five levels and to the same side: gaussian noise (+2.0 to +3.5)."
     )
     less = make_table(4, original=8.5, gaussian_noise=45.9, fog=16.1, brightness=8.0)
-    assert findings._tell_constant({4: less, 5: five}, "fixed").endswith("side: none.")
+    assert finding_differences._tell_constant({4: less, 5: five}, "fixed").endswith("side: none.")
 
 
 def test_the_files_belong_together(found: Findings) -> None:

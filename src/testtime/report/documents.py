@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from testtime.report.run_tables import difference
 from testtime.storage import write_whole
 
 _PART = re.compile(r"<!-- begin: (.*?) -->\n.*?<!-- end -->", re.DOTALL)
@@ -79,3 +80,28 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table: words in the first column, numbers in the others."""
     lines = ["| " + " | ".join(cells) + " |" for cells in (heads, *rows)]
     return "\n".join([lines[0], "|---|" + "---:|" * (len(heads) - 1), *lines[1:]])
+
+
+def fold(command: str) -> str:
+    """A command in lines of at most 120, each from an option on."""
+    lines = [""]
+    for part in re.split(r" (?=--)", command):
+        if len(lines[-1]) + len(part) > 117:
+            lines.append("   ")
+        lines[-1] += f" {part}"
+    return " \\\n".join(lines)[1:]
+
+
+def signed(gap: float) -> str:
+    """A difference in points with its sign."""
+    return difference(gap, 0.0)
+
+
+def minus(text: str) -> str:
+    """A number's text with the sign that is as wide as a plus."""
+    return text.replace("-", "−")
+
+
+def link(path: Path) -> str:
+    """A file of the checkout as a document in `docs` links to it."""
+    return f"[`{path.name}`](../{path})"
