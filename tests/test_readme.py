@@ -14,6 +14,7 @@ from testtime.report.committed import read_whole
 from testtime.report.documents import fill
 from testtime.report.readme import DEMO, ENGINE, RESULTS, main, tell_cifar, tell_demo, tell_speed
 from testtime.report.results import MEAN, Results, collect
+from testtime.report.sources import compare_methods
 from testtime.runs import open_runs
 
 ROOT = Path(__file__).parent.parent
@@ -75,8 +76,9 @@ def test_the_results_are_those_of_the_demo(results: Results) -> None:
     (table,) = results.tables
     assert table.shifted == tuple(shift.title for shift in SHIFTS)
     assert {cell.images for row in table.rows.values() for name, cell in row.items() if name != MEAN} == {500}
-    ours = [method.describe(tt.load("digits-resnet8-gn-joint")) for method in METHODS]
-    assert list(run.configuration["methods"].values()) == ours
+    ours = {method.name: method.describe(tt.load("digits-resnet8-gn-joint")) for method in METHODS}
+    assert list(run.configuration["methods"]) == list(ours)
+    assert compare_methods(run.configuration["methods"], ours) == []
 
 
 def test_the_results_are_worth_showing(results: Results) -> None:

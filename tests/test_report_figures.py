@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from report_runs import make_benchmark, make_columns, make_run
+from report_runs import METHODS, make_benchmark, make_columns, make_run
+from testtime.evaluate import stream_order
 from testtime.report.canvas import COLOURS, colour_of
 from testtime.report.results import Results, collect
 from testtime.report.run_figures import (
@@ -23,7 +24,8 @@ from testtime.report.run_figures import (
     sliding_mean,
     stream_verdicts,
 )
-from testtime.runs import open_run
+from testtime.runs import open_run, open_runs
+from testtime.runs.summary import write_summary
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -67,6 +69,32 @@ def test_streams_show_both_methods_in_the_order_of_the_stream(tmp_path: Path) ->
     found = stream_verdicts(collect([make_run(tmp_path / "run", units)]), "digits")
     assert found["online"].tolist() == online[order].tolist()
     assert found["fixed"].tolist() == fixed[order].tolist()
+
+
+@pytest.mark.parametrize("limit", [None, 7])
+def test_a_summary_of_a_shuffled_run_knows_the_order_of_its_streams(tmp_path: Path, limit: int | None) -> None:
+    order = stream_order(20, 3).numpy()[:limit]
+    right = np.random.default_rng(0).random(20) > 0.5
+    units = {
+        ("fixed", "digits", 3): make_columns(~right, order=np.sort(order)),
+        ("online", "digits", 3): make_columns(right, order=order),
+        ("online", "digits-gradual/fog", 3): make_columns(right),
+        ("fixed", "digits-gradual/fog", 3): make_columns(~right),
+    }
+    for shuffle in (True, False, None):
+        plan = {"methods": METHODS, "network": {"norm": "group"}} | ({} if shuffle is None else {"shuffle": shuffle})
+        run = make_run(tmp_path / f"run-{shuffle}", units, plan)
+        write_summary(tmp_path / "summary.json", [run])
+        kept = collect(open_runs(tmp_path / "summary.json"))
+        assert stream_verdicts(kept, "digits-gradual/fog")["online"].tolist() == right.tolist()
+        found = stream_verdicts(kept, "digits")
+        if shuffle is None:
+            assert found == {}
+            continue
+        wanted = order if shuffle else np.sort(order)
+        assert found["online"].tolist() == right[wanted].tolist()
+        assert found["fixed"].tolist() == (~right[wanted]).tolist()
+        assert kept.notes == ("From a summary of runs: what needs every record is left out.",)
 
 
 def test_every_figure_is_there_valid_and_the_same_each_time(results: Results) -> None:

@@ -16,7 +16,7 @@ from report_runs import METHODS, make_benchmark, make_columns, make_run
 from testtime.corruptions import CORRUPTIONS
 from testtime.report.results import MEAN, Cell, Table, collect
 from testtime.report.run_tables import as_csv, difference, explain, latex, markdown, terminal
-from testtime.report.sources import ResultsError
+from testtime.report.sources import ResultsError, compare_methods
 from testtime.report.statistics import Interval, bootstrap_means, interval_of, sign_test
 from testtime.runs import open_run
 from testtime.runs.units import RunError
@@ -313,3 +313,17 @@ def test_only_what_is_shown_is_explained(tmp_path: Path) -> None:
     alone = collect([make_run(tmp_path / "run", {("fixed", "digits", 0): make_columns([True, False])})])
     assert len(explain(alone, "error")) == 2
     assert "higher is better" in explain(alone, "accuracy")[0]
+
+
+def test_a_setting_that_an_older_run_does_not_know_had_its_default() -> None:
+    old = {"online": {"mode": "online", "network": "joint", "settings": {"lr": 0.01, "precision": "bf16"}}}
+    new = {
+        "online": {"mode": "online", "network": "joint", "settings": old["online"]["settings"] | {"mirrored": False}}
+    }
+    assert compare_methods(old, new) == compare_methods(new, old) == []
+    new["online"]["settings"]["mirrored"] = True
+    assert compare_methods(old, new) == ["online.settings.mirrored: False there, True now"]
+    assert compare_methods({"fixed": {"settings": {}}}, {"fixed": {"settings": {"precision": "bf16"}}}) == [
+        "fixed.settings.precision: fp32 there, bf16 now"
+    ]
+    assert compare_methods({"fixed": {"lr": 1}}, {"fixed": {"lr": 2}}) == ["fixed.lr: 1 there, 2 now"]

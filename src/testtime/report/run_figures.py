@@ -22,6 +22,7 @@ from testtime.report.results import (
     method_title,
     order_methods,
 )
+from testtime.report.sources import stream_of
 from testtime.report.statistics import fit_line
 
 if TYPE_CHECKING:
@@ -153,16 +154,14 @@ def stream_verdicts(results: Results, name: str) -> dict[str, np.ndarray]:
     """
     online = results.sources.get(("online", name), ())
     fixed = results.sources.get((BASELINE, name), ())
-    if not online or not fixed or any(source.unit.held is not None for source in online):
-        return {}  # a summary does not know the order of the stream
+    streams = [stream for source in online if (stream := stream_of(source)) is not None]
+    if not streams or not fixed or len(streams) < len(online):
+        return {}
     verdicts = [source.unit.verdicts() for source in fixed]
     share, samples = np.mean([found.right for found in verdicts], 0), verdicts[0].samples
-    after, before = [], []
-    for source in online:
-        columns = source.unit.columns()
-        after.append(columns["is_right"].astype(float))
-        before.append(share[np.searchsorted(samples, columns["sample"])])
-    return {BASELINE: np.mean(before, 0), "online": np.mean(after, 0)}
+    places = [np.searchsorted(samples, stream) for stream in streams]
+    after = [source.unit.verdicts().right[place] for source, place in zip(online, places, strict=True)]
+    return {BASELINE: np.mean([share[place] for place in places], 0), "online": np.mean(after, 0)}
 
 
 def draw_gradual(results: Results, table: Table, measure: Measure = "error") -> Drawing:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from testtime.evaluate import stream_order
+from testtime.learner import Settings
 from testtime.runs import Run, Unit
 from testtime.storage import find_differences
 
@@ -70,8 +72,10 @@ def sort_sources(runs: Sequence[Run]) -> tuple[Sources, list[str]]:
             notes.append(f"{run.path.name}: {_count(len(run.damaged), 'damaged file')} left out.")
     for first, other in itertools.combinations(runs, 2):
         _check_same_kind(first, other)
-    if any(unit.held is not None for run in runs for unit in run.units):
-        notes.append("From a summary of runs: what needs every record, such as sliding windows, is left out.")
+    summaries = [run for run in runs if any(unit.held is not None for unit in run.units)]
+    if summaries:
+        windows = "" if all("shuffle" in run.configuration for run in summaries) else ", such as sliding windows,"
+        notes.append(f"From a summary of runs: what needs every record{windows} is left out.")
     found: dict[tuple[str, str], list[Source]] = {}
     unlabelled: set[str] = set()
     twice: dict[tuple[str, str], int] = {}
@@ -133,11 +137,49 @@ def _check_same_kind(first: Run, other: Run) -> None:
     if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
         return
     for method in sorted(ours.keys() & theirs.keys()):
-        different = find_differences({method: ours[method]}, {method: theirs[method]})
+        different = compare_methods({method: ours[method]}, {method: theirs[method]})
         if different:
             raise ResultsError(
                 f"{first.path} and {other.path} mean different things by {method} ({different[0]}): report them apart."
             )
+
+
+def compare_methods(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Where the methods of two runs differ; a setting that only one of them knows had its default in the other.
+
+    Args:
+        ours: Mode, network and settings by method, as a run's configuration has them.
+        theirs: Those of the other run, under the same names.
+    """
+    usual = {field.name: field.default for field in fields(Settings)}
+
+    def complete(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+        held = dict(one)
+        if isinstance(one.get("settings"), Mapping) and isinstance(other.get("settings"), Mapping):
+            known = {name: usual[name] for name in other["settings"] if name in usual}
+            held["settings"] = {**known, **one["settings"]}
+        return held
+
+    pairs = {name: (complete(ours[name], theirs[name]), complete(theirs[name], ours[name])) for name in ours}
+    return find_differences(*({name: pair[place] for name, pair in pairs.items()} for place in (0, 1)))
+
+
+def stream_of(source: Source) -> np.ndarray | None:
+    """The numbers of a unit's images in the order of its stream, `(N,)`; None where that is not known.
+
+    A summary leaves the order out. Its run says whether it was shuffled, though, and the shuffled order is a function
+    of the seed: any of the numbers stand in it as they do in the order of all.
+    """
+    unit, shuffled = source.unit, source.run.configuration.get("shuffle")
+    if unit.held is None:
+        return unit.columns()["sample"]
+    samples = unit.held.samples
+    if shuffled is False or (unit.corruption is not None and unit.level is None):  # a gradual set is its own order
+        return samples
+    if shuffled is None:
+        return None
+    order = stream_order(int(samples[-1]) + 1, unit.seed).numpy()
+    return order[np.isin(order, samples)]
 
 
 def fingerprints(run: Run) -> dict[str, str]:
