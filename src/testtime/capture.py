@@ -47,6 +47,35 @@ class Captured:
         return tuple(tensor.clone() for tensor in self._outputs)
 
 
+class Beside:
+    """A second CUDA stream: what is launched within `with beside:` runs beside what is launched after it, until `join`.
+
+    What it reads must be kept as it is until then. On a CPU things are done in the order they are written.
+
+    Args:
+        device: Of the stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # Of another priority than the streams that graphs are recorded on, lest it be one of them.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._within = contextlib.ExitStack()
+
+    def __enter__(self) -> Beside:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._within.enter_context(torch.cuda.stream(self._stream))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._within.close()
+
+    def join(self) -> None:
+        """Let what is launched from now on wait for what runs beside."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
 def check_precision(precision: str) -> torch.dtype:
     """The dtype that layers compute in; an unknown precision is an error."""
     if precision not in get_args(Precision):

@@ -124,22 +124,17 @@ class Learner:
         """One step of the optimizer down a loss of the replicas, as a function that computes it."""
 
         def evaluate() -> Tensor:
+            if self.flat:
+                value, self.replicas.numbers.grad = self.replicas.gradient(loss)
+                return value
             value = loss()
             gradients = torch.autograd.grad(value, list(self.moving.values()), allow_unused=True)
-            named = dict(zip(self.moving, gradients, strict=True))
-            if self.flat:
-                filled = {name: self._or_zeros(name, gradient) for name, gradient in named.items()}
-                self.replicas.numbers.grad = self.replicas.pack(filled)
-            else:
-                for name, gradient in named.items():
-                    self.moving[name].grad = None if gradient is None else gradient.contiguous()
+            for parameter, gradient in zip(self.moving.values(), gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.contiguous()
             return value.detach()
 
         with torch.enable_grad():
             self.optimizer.step(evaluate)  # type: ignore[arg-type]  # torch types the closure as giving a float
-
-    def _or_zeros(self, name: str, gradient: Tensor | None) -> Tensor:
-        return torch.zeros_like(self.moving[name]) if gradient is None else gradient  # a weight the task does not use
 
     def reset(self) -> None:
         """Back to the network as it was given, with a fresh optimizer."""

@@ -61,17 +61,19 @@ def convolve(
     kernel((blocks, replicas, 1), x, weight, x if plus is None else plus, y, images, height, weight.stride(0))
 
 
-def filter_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
-    """The gradient by the filters, of their shape."""
+def gradient_rows(x: Tensor, y: Tensor, weight: Tensor) -> int:
+    """Into how many parts, to be summed, `filter_gradient` writes."""
+    channels = x.shape[1]
+    tiles = len(x) // len(weight) * x.shape[2] * x.shape[3] // _gradient_pixels(x.dtype, channels)
+    return _share(_GRADIENT, len(weight) * (channels // 16), tiles, x.device)
+
+
+def filter_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, padding: int, parts: Tensor) -> None:
+    """Write parts of the gradient by the filters, `(rows, S, 3, 3, C, C)` in memory."""
     replicas, channels, images = len(weight), x.shape[1], len(x) // len(weight)
     height, width = x.shape[2:]
     kernel = _kernel(f"filter_gradient<{_NUMBERS[x.dtype]}, {channels}, {width}>", x.device.index)
-    slices = channels // 16
-    tiles = images * height * width // _gradient_pixels(x.dtype, channels)
-    blocks = _share(_GRADIENT, replicas * slices, tiles, x.device)
-    partial = torch.empty(blocks, replicas, 3, 3, channels, channels, dtype=torch.float32, device=x.device)
-    kernel((blocks, replicas, slices), x, grad, partial, images, height)
-    return (partial[0] if blocks == 1 else partial.sum(0)).permute(0, 4, 3, 1, 2)
+    kernel((len(parts), replicas, channels // 16), x, grad, parts, images, height)
 
 
 def _convolve_pixels(dtype: torch.dtype, channels: int) -> int:

@@ -36,17 +36,24 @@ def norm_forward(x: Tensor, y: Tensor, groups: int, weight: Tensor, bias: Tensor
 
 
 def norm_backward(
-    x: Tensor, grad: Tensor, grad_x: Tensor, groups: int, weight: Tensor, bias: Tensor, moments: Tensor, relu: bool
-) -> Tensor:
-    """Write the gradient by x to `grad_x`; gives every image's gradients by weight and bias, `(2, S·B, C)`."""
+    x: Tensor,
+    grad: Tensor,
+    grad_x: Tensor,
+    groups: int,
+    weight: Tensor,
+    bias: Tensor,
+    moments: Tensor,
+    relu: bool,
+    of_weight: Tensor,
+    of_bias: Tensor,
+) -> None:
+    """Write the gradient by x to `grad_x`, and every image's by weight and bias, `(B, S, C)` in memory."""
     images, channels, height, width = x.shape
-    sums = torch.empty(2, images, channels, dtype=torch.float32, device=x.device)
     _norm_backward[(images,)](
-        x, grad, grad_x, weight, bias, moments, sums, images // len(weight), height * width, images,
+        x, grad, grad_x, weight, bias, moments, of_weight, of_bias, images // len(weight), height * width, len(weight),
         weight.stride(0), bias.stride(0),
         C=channels, G=groups, RELU=relu, **_norm_tile(height * width, channels),
     )  # fmt: skip
-    return sums
 
 
 def _norm_tile(pixels: int, channels: int) -> dict[str, Any]:
@@ -84,30 +91,41 @@ def convolve(
     )  # fmt: skip
 
 
-def filter_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
-    """The gradient by the filters, of their shape."""
+def gradient_rows(x: Tensor, y: Tensor, weight: Tensor) -> int:
+    """Into how many parts, to be summed, `filter_gradient` writes; y is the convolution of x."""
     replicas, outputs, inputs = weight.shape[:3]
-    per_replica = len(x) // replicas
-    pixels = per_replica * grad.shape[2] * grad.shape[3]
-    block_k, block_o = _power(3 * inputs), _power(outputs)
-    all_rows = block_k * block_o <= 4096  # all nine taps' sums fit into a program's registers
-    block_m, warps, stages = 64, 4, 1
+    pixels = len(y) // replicas * y.shape[2] * y.shape[3]
+    # Enough programs to fill the chip, but no more than there are tiles of pixels; wide sums are dear to write.
+    programs = replicas * (1 if _all_rows(weight) else 3)
+    wanted = 1024 if inputs * outputs <= 512 else 512
+    return max(1, min(triton.cdiv(pixels, _gradient_pixels(x)), triton.cdiv(wanted, programs)))
+
+
+def filter_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, padding: int, parts: Tensor) -> None:
+    """Write parts of the gradient by the filters, `(rows, S, 3, 3, I, O)` in memory."""
+    replicas, outputs, inputs = weight.shape[:3]
+    all_rows, splits = _all_rows(weight), len(parts)
+    warps, stages = 4, 1
     if x.element_size() == 4:
-        block_m, stages = 32, 2
+        stages = 2
     elif all_rows:
         warps, stages = (4, 3) if inputs <= 16 else (8, 2)
-    # Enough programs to fill the chip, but no more than there are tiles of pixels; wide sums are dear to write.
-    programs = replicas * (1 if all_rows else 3)
-    wanted = 1024 if inputs * outputs <= 512 else 512
-    splits = max(1, min(triton.cdiv(pixels, block_m), triton.cdiv(wanted, programs)))
-    partial = torch.empty(splits, replicas, 3, 3, inputs, outputs, dtype=torch.float32, device=x.device)
     _weight_gradient[(splits, 1 if all_rows else 3, replicas)](
-        x, grad, partial, per_replica, x.shape[2], x.shape[3], grad.shape[2], grad.shape[3], splits,
+        x, grad, parts, len(x) // replicas, x.shape[2], x.shape[3], grad.shape[2], grad.shape[3], splits,
         IN=inputs, OUT=outputs, STRIDE=stride, PADDING=padding, ALL_ROWS=all_rows,
-        BLOCK_M=block_m, BLOCK_K=block_k, BLOCK_O=block_o,
+        BLOCK_M=_gradient_pixels(x), BLOCK_K=_power(3 * inputs), BLOCK_O=_power(outputs),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return (partial[0] if splits == 1 else partial.sum(0)).permute(0, 4, 3, 1, 2)
+
+
+def _gradient_pixels(x: Tensor) -> int:
+    """Pixels in a tile of `filter_gradient`."""
+    return 32 if x.element_size() == 4 else 64
+
+
+def _all_rows(weight: Tensor) -> bool:
+    """Whether all nine taps' sums fit into a program's registers."""
+    return _power(3 * weight.shape[2]) * _power(weight.shape[1]) <= 4096
 
 
 @triton.jit
@@ -319,7 +337,8 @@ def _norm_forward(
 
 @triton.jit
 def _norm_backward(
-    x_ptr, g_ptr, out_ptr, w_ptr, b_ptr, moments_ptr, sums_ptr, per_replica, pixels, images, w_stride, b_stride,
+    x_ptr, g_ptr, out_ptr, w_ptr, b_ptr, moments_ptr, of_w_ptr, of_b_ptr, per_replica, pixels, replicas,
+    w_stride, b_stride,
     C: tl.constexpr, G: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """One image: its gradient by the input, and its share of the gradients by scale and shift."""
@@ -352,8 +371,9 @@ def _norm_backward(
                 grad = tl.where(unit * weight[None, :] + bias[None, :] > 0, grad, 0.0)
             sum_grad += tl.sum(grad, axis=0)
             sum_product += tl.sum(grad * unit, axis=0)
-    tl.store(sums_ptr + image * C + channel, sum_product)
-    tl.store(sums_ptr + (images + image) * C + channel, sum_grad)
+    share = (image % per_replica * replicas + replica) * C + channel
+    tl.store(of_w_ptr + share, sum_product)
+    tl.store(of_b_ptr + share, sum_grad)
     count = pixels * (C // G)
     shift = _spread(weight * sum_grad, C, G) / count
     slope = _spread(weight * sum_product, C, G) / count

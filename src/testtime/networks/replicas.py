@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from testtime.capture import arithmetic
 from testtime.networks.tall import BatchNorm, Stacking, heighten, unknown_layer
 from testtime.networks.ynet import YNet
+from testtime.randomness import has_triton
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,11 @@ class Replicas:
         buffers = [tensor for tensor in self.tensors.values() if not isinstance(tensor, nn.Parameter)]
         self._pieces = [self.numbers, *buffers]
         self._origin = self.snapshot()
+        self._gathering = None
+        if self.numbers.is_cuda and has_triton():
+            from testtime.kernels import Gathering
+
+            self._gathering = Gathering(self.numbers)
 
     def encode(self, images: Tensor) -> Tensor:
         """Features `(S, B, ...)` of images `(S, B, C, H, W)`."""
@@ -126,6 +132,24 @@ class Replicas:
             return torch.zeros(self.count, 0)
         missing = -sum(row.shape[1] for row in rows) % 64  # so that every replica's begins as the first one's does
         return torch.cat([*rows, rows[0].new_zeros(self.count, missing)] if missing else rows, dim=1)
+
+    def gradient(self, loss: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """A loss, as a function that computes it, and its gradient by all parameters, as `pack` puts them.
+
+        The gradient by a parameter that the loss does not depend on is zero.
+        """
+        if self._gathering is None:
+            value = loss()
+            gradients = torch.autograd.grad(value, list(self._parameters.values()), materialize_grads=True)
+            return value.detach(), self.pack(dict(zip(self._parameters, gradients, strict=True)))
+        with self._gathering as gathering:
+            value = loss()
+            gradients = torch.autograd.grad(value, list(self._parameters.values()), allow_unused=True)
+            result = gathering.collect()
+        for place, gradient in zip(self.unpack(result).values(), gradients, strict=True):
+            if gradient is not None and not gathering.is_nothing(gradient):
+                place += gradient
+        return value.detach(), result
 
     def unpack(self, numbers: Tensor) -> dict[str, Tensor]:
         """Views into one tensor `(S, P)` by the parameters' names, each of its parameter's shape.
