@@ -144,7 +144,10 @@ def episode(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -
     """
     settings, replicas = learner.settings, learner.replicas
     draws = Draws.of(settings.seed, samples)
-    logits_before, loss_before, confidence = look(replicas, images, settings)
+    with learner.beside:  # learning need not wait for it, unless it tells whether to learn
+        logits_before, loss_before, confidence = look(replicas, images, settings)
+    if settings.threshold < 1 or replicas.has_statistics:
+        learner.beside.join()
     wanted = active[:, None] & gate(confidence, settings.threshold)  # (S, B)
     weights = wanted.float() / wanted.sum(1, keepdim=True).clamp(min=1)
     good = learner.snapshot()
@@ -153,8 +156,10 @@ def episode(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -
     try:
         for step in range(0 if idle else settings.steps):
             learn(learner, images, draws.fold(step), weights)
+        learner.beside.join()
         logits, loss_after, _ = (logits_before, loss_before, None) if idle else look(replicas, images, settings)
     except BaseException:  # Ctrl-C as well: what was half learned is no state to go on from
+        learner.beside.join()
         learner.restore(good, torch.ones_like(active))
         raise
     learned = wanted.any(1) & (settings.steps > 0)

@@ -60,9 +60,11 @@ class Beside:
         # Of another priority than the streams that graphs are recorded on, lest it be one of them.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._within = contextlib.ExitStack()
+        self._runs = False
 
     def __enter__(self) -> Beside:
         if self._stream is not None:
+            self._runs = True
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             self._within.enter_context(torch.cuda.stream(self._stream))
         return self
@@ -71,9 +73,10 @@ class Beside:
         self._within.close()
 
     def join(self) -> None:
-        """Let what is launched from now on wait for what runs beside."""
-        if self._stream is not None:
+        """Let what is launched from now on wait for what runs beside, if anything does."""
+        if self._stream is not None and self._runs:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._runs = False
 
 
 def check_precision(precision: str) -> torch.dtype:

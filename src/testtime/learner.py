@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from testtime.augment import Augment
-from testtime.capture import Precision, check_precision
+from testtime.capture import Beside, Precision, check_precision
 from testtime.networks.replicas import Part, Replicas
 from testtime.networks.ynet import YNet
 from testtime.randomness import Draws
@@ -110,6 +110,7 @@ class Learner:
         # An optimizer that takes every number by itself gets them all as one tensor: one launch moves everything.
         self.flat = is_rowwise(settings) and len(self.moving) == len(self.replicas.parameters(parts))
         self.optimizer = self._fresh()
+        self.beside = Beside(device)  # for what reads the replicas, see descend
         self.graphs: dict[Any, Any] = {}  # recorded episodes by the shape of their images, see adapt.run
         self.eager = not self.flat
 
@@ -121,16 +122,21 @@ class Learner:
         return {"numbers": self.replicas.numbers} if self.flat else self.moving
 
     def descend(self, loss: Callable[[], Tensor]) -> None:
-        """One step of the optimizer down a loss of the replicas, as a function that computes it."""
+        """One step of the optimizer down a loss of the replicas, as a function that computes it.
+
+        What runs `beside` is waited for before anything moves.
+        """
 
         def evaluate() -> Tensor:
             if self.flat:
                 value, self.replicas.numbers.grad = self.replicas.gradient(loss)
+                self.beside.join()
                 return value
             value = loss()
             gradients = torch.autograd.grad(value, list(self.moving.values()), allow_unused=True)
             for parameter, gradient in zip(self.moving.values(), gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.contiguous()
+            self.beside.join()
             return value.detach()
 
         with torch.enable_grad():

@@ -76,7 +76,7 @@ class Gathering:
 
     def __exit__(self, *error: object) -> None:
         _current.reset(self._token)
-        if self._kept and self._beside is not None:
+        if self._beside is not None:
             self._beside.join()
         self._forget()
 
@@ -129,7 +129,7 @@ class Gathering:
 
     def collect(self) -> Tensor:
         """The gradient `(S, P)` by all parameters; zeros where nothing was kept back."""
-        if self._kept and self._beside is not None:
+        if self._beside is not None:
             self._beside.join()
         self._kept = []
         result = torch.empty_like(self._numbers)

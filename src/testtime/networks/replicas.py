@@ -83,6 +83,7 @@ class Replicas:
         for name, stored in self.unpack(self.numbers).items():
             self._parameters[name].data = stored
         buffers = [tensor for tensor in self.tensors.values() if not isinstance(tensor, nn.Parameter)]
+        self.has_statistics = bool(buffers)  # they change as images go through, see train_norms
         self._pieces = [self.numbers, *buffers]
         self._origin = self.snapshot()
         self._gathering = None
