@@ -62,7 +62,7 @@ def test_a_run_over_ray_with_a_worker_killed_is_the_run_of_one_process(
         patch.setattr(cluster, "do_job", do_job_or_die)
         told: list[tuple[int, int, str]] = []
         spread = run_plan(plan, tmp_path / "spread", ray="local", progress=lambda *said: told.append(said))
-    alone = run_plan(plan, tmp_path / "alone")
+    alone = run_plan(plan, tmp_path / "alone", together=1)
     assert all_columns(spread) == all_columns(alone)
     assert len(spread.units) == 8
     assert [u.about.get("threshold") for u in spread.units] == [u.about.get("threshold") for u in alone.units]

@@ -116,8 +116,8 @@ def evaluate(
         int | None,
         typer.Option(
             min=1,
-            help="Online streams that advance side by side.",
-            show_default="1; on CUDA what fits",
+            help="Online streams that advance side by side, at most.",
+            show_default="what fits",
             rich_help_panel="Machine",
         ),
     ] = None,

@@ -4,6 +4,7 @@ units.py    the folder: one file for each finished unit, written whole or not at
 summary.py  runs without their records, in one small file; `open_runs` reads it, or a folder
 methods.py  the methods by name: a mode, a network, settings
 plan.py     what to run: from arguments, or from a study in TOML
+underway.py what units that advance together have so far, so that a kill does not cost it
 workshop.py the work of a unit
 run.py      running what is missing, in this process
 cluster.py  the same over Ray

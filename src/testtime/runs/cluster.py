@@ -9,7 +9,6 @@ one; no other job is lost with it. The records are those of a run in one process
 from __future__ import annotations
 
 import functools
-import math
 import os
 import socket
 import time
@@ -88,7 +87,8 @@ def run_on_ray(
         work = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=RETRIES)(do_job)
         text, kind = plan.to_json(), device.type
         shared = ray.put((text, kind, dict(fingerprints), {name: one.fingerprint for name, one in facts.items()}))
-        jobs = list(cut(plan, units, facts, device, gpus))
+        workers = gpus or max(1, int(ray.cluster_resources().get("CPU", 1)))
+        jobs = list(cut(plan, units, facts, device, workers))
         left = Counter(key for job in jobs for key in job.units)
         parts: dict[Unit, dict[int, tuple[Columns, float]]] = {unit: {} for unit in units}
         by_key = {_key(unit): unit for unit in units}
@@ -152,15 +152,13 @@ def _knock(address: str) -> None:
 
 
 def cut(
-    plan: Plan, units: Sequence[Unit], facts: Mapping[str, Facts], device: torch.device, gpus: int
+    plan: Plan, units: Sequence[Unit], facts: Mapping[str, Facts], device: torch.device, workers: int
 ) -> Iterator[Job]:
-    """Cut units into jobs."""
-    for group in make_groups(plan, units, facts, device):
+    """Cut units into jobs; every worker gets its share of the streams."""
+    for group in make_groups(plan, units, facts, device, jobs=workers):
         count = facts[group[0].set_name].count
         if plan.method(group[0].method).mode == "online":
-            size = math.ceil(len(group) / max(gpus, 1))  # every GPU gets its share of the streams
-            for start in range(0, len(group), size):
-                yield Job(tuple(_key(unit) for unit in group[start : start + size]), 0, count)
+            yield Job(tuple(_key(unit) for unit in group), 0, count)
             continue
         batch = choose_batch(facts[group[0].set_name].shape, device)
         shard = max(1, SHARD // batch) * batch

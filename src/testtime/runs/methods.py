@@ -108,13 +108,17 @@ class Method:
         return int(self.settings.get("copies", 32))
 
     @property
+    def views(self) -> int:
+        """Views that the network sees in one step."""
+        return self.copies * (4 if self.settings.get("turns") == "all" else 1)
+
+    @property
     def cost(self) -> int:
         """Views that the network sees for one image, a step's counted three times since it goes back as well."""
         if self.mode == "fixed":
             return _LOOK
         steps = int(self.settings.get("steps", _STEPS[self.mode]))
-        learning = 3 * steps * self.copies * (4 if self.settings.get("turns") == "all" else 1)
-        return 2 * _LOOK + round(learning * (self.share or 1))
+        return 2 * _LOOK + round(3 * steps * self.views * (self.share or 1))
 
     def _arguments(self, seed: int) -> dict[str, Any]:
         given = {"steps": _STEPS[self.mode], "seed": seed, **self.settings}

@@ -1,14 +1,16 @@
 """Doing what a plan says: run the units that are missing, keep each as soon as it is finished.
 
-`run_plan` keeps the folder and chooses how the units are run; the work itself is in `workshop.py`. On CUDA the online
-units of a method advance side by side as `Streams`; on a CPU they go one after the other unless asked (`together`), and
-several threads can share the units (`jobs`). The records are the same, but for rounding where streams go together.
+`run_plan` keeps the folder and chooses how the units are run; the work itself is in `workshop.py`. The online units of
+a method that start from the same network advance side by side as `Streams`, as many as the memory holds or as asked
+(`together`); on a CPU several threads can share the units (`jobs`). The records are those of units run one by one, but
+for rounding where streams go together.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -24,12 +26,14 @@ from testtime.evaluate import Columns, Progress
 from testtime.machine import describe_machine
 from testtime.runs.methods import Method
 from testtime.runs.plan import Plan
+from testtime.runs.underway import Shelf
 from testtime.runs.units import Run, Unit, hold_folder, open_run, prepare_folder, write_unit
 from testtime.runs.workshop import Advance, Facts, Workshop
 
 log = logging.getLogger(__name__)
 
 _STREAMS = 128
+_MEMORY = 4 * 2**30  # for streams that advance together on a CPU
 
 
 class Meter:
@@ -61,12 +65,17 @@ class Meter:
         if self.progress is not None:
             self.progress(self.done, self.total, text)
 
-    def start(self, units: Sequence[Unit]) -> Advance:
-        """Begin some units that advance together: a function to be told how many images are done and wrong."""
+    def start(self, units: Sequence[Unit], seconds: float = 0) -> Advance:
+        """Begin some units that advance together: a function to be told how many images are done and wrong.
+
+        Args:
+            units: The units.
+            seconds: How long they took before, for images that will be told at once.
+        """
         cost = self.plan.method(units[0].method).cost
         total = sum(self.facts[unit.set_name].count for unit in units)
         title = units[0].title if len(units) == 1 else f"{units[0].method} on {len(units)} sets, seed {units[0].seed}"
-        begin, done, wrong = time.monotonic(), 0, 0
+        begin, done, wrong = time.monotonic() - seconds, 0, 0
 
         def advance(images: int, mistakes: int) -> None:
             nonlocal done, wrong
@@ -101,7 +110,8 @@ def run_plan(
         out: The run's folder.
         device: Where to compute.
         command: The command line, for the record.
-        together: How many online units advance side by side; None takes one on a CPU, and on CUDA as many as fit.
+        together: How many online units advance side by side, at most; None takes as many as fit into the memory, and
+            gives each of the `jobs` its part.
         jobs: How many units, or groups of streams, run side by side on a CPU, each on a thread of its own.
         ray: "local" starts workers of Ray on this machine, an address finds those of a cluster; None stays in this
             process.
@@ -134,8 +144,13 @@ def run_plan(
     about["skipped"] = {name: list(one.skipped) for name, one in facts.items() if one.skipped}
     with hold_folder(out):
         prepare_folder(out, configuration, about)
-        known = set(open_run(out).units)
         units = plan.units()
+        known = set(open_run(out).units)
+        # Over Ray nothing that is underway here goes on.
+        place = machine["hardware"]["device"] if ray is None else "ray"
+        shelf = Shelf(out, device=place, testtime=machine["versions"]["testtime"], torch=machine["versions"]["torch"])
+        underway = shelf.groups(units, known)
+        known -= {unit for group in underway for unit in group}
         missing = [unit for unit in units if unit not in known]
         log.info("%s: %d of %d units are to be run", out, len(missing), len(units))
         meter = Meter(plan, facts, [unit for unit in units if unit in known], progress)
@@ -145,43 +160,73 @@ def run_plan(
             meter.place += 1
 
         if ray is None:
-            groups = make_groups(plan, missing, facts, shop.device, together)
+            begun = {unit for group in underway for unit in group}
+            fresh = [unit for unit in missing if unit not in begun]
+            groups = underway + make_groups(plan, fresh, facts, shop.device, together, jobs)
             here = functools.partial(keep, hardware=machine["hardware"]["device"])
             if jobs == 1:
-                _run_here(shop, groups, meter, here)
+                _run_here(shop, groups, meter, shelf, here)
             else:
-                _run_on_threads(functools.partial(Workshop, plan, device, sets), groups, meter, here, jobs)
+                _run_on_threads(functools.partial(Workshop, plan, device, sets), groups, meter, shelf, here, jobs)
         else:
             from testtime.runs.cluster import run_on_ray
 
             run_on_ray(plan, missing, facts, shop.device, ray, meter, keep, shop.fingerprints)
+        shelf.remove()
     return open_run(out)
 
 
-def _run_here(shop: Workshop, groups: Sequence[list[Unit]], meter: Meter, keep: Callable[..., None]) -> None:
+def _run_here(
+    shop: Workshop, groups: Sequence[list[Unit]], meter: Meter, shelf: Shelf, keep: Callable[..., None]
+) -> None:
     """Run groups of units one after the other in this process."""
     waiting = deque(groups)
     while waiting:
         group = waiting.popleft()
-        done, begin = meter.done, time.perf_counter()
-        advance = meter.start(group)
+        done = meter.done
         try:
-            found = [shop.run_unit(group[0], advance=advance)] if len(group) == 1 else shop.run_streams(group, advance)
+            found, seconds = _run_group(shop, group, meter, shelf)
         except torch.OutOfMemoryError:
             if len(group) == 1:
                 raise
             half = len(group) // 2
             log.warning("%d streams do not fit into the memory side by side; going on with %d", len(group), half)
             waiting.extendleft((group[half:], group[:half]))
+            shelf.clear(group)
             meter.done = done
             continue
-        seconds = (time.perf_counter() - begin) / len(group)
         for unit, columns in zip(group, found, strict=True):
-            keep(unit, columns, seconds, together=len(group), **shop.remarks(unit))
+            keep(unit, columns, seconds / len(group), together=len(group), **shop.remarks(unit))
+        shelf.clear(group)
+
+
+def _run_group(
+    shop: Workshop, group: list[Unit], meter: Meter, shelf: Shelf, stopped: threading.Event | None = None
+) -> tuple[list[Columns], float]:
+    """Run a unit, or several side by side from where they were last kept: their columns, and the seconds it took."""
+    begun = shelf.take(group) if len(group) > 1 else None
+    before = begun.seconds if begun else 0.0
+    advance, start = meter.start(group, before), time.perf_counter()
+
+    def go_on(images: int, mistakes: int) -> None:
+        if stopped is not None and stopped.is_set():
+            raise InterruptedError
+        advance(images, mistakes)
+
+    if len(group) == 1:
+        found = [shop.run_unit(group[0], advance=go_on)]
+    else:
+        found = shop.run_streams(group, go_on, begun, functools.partial(shelf.keep, group))
+    return found, before + time.perf_counter() - start
 
 
 def _run_on_threads(
-    make_shop: Callable[[], Workshop], groups: Sequence[list[Unit]], meter: Meter, keep: Callable[..., None], jobs: int
+    make_shop: Callable[[], Workshop],
+    groups: Sequence[list[Unit]],
+    meter: Meter,
+    shelf: Shelf,
+    keep: Callable[..., None],
+    jobs: int,
 ) -> None:
     """Run groups of units side by side, a thread and a workshop each."""
     own, stopped = threading.local(), threading.Event()
@@ -192,16 +237,9 @@ def _run_on_threads(
         own.shop = make_shop()
 
     def work(group: list[Unit]) -> tuple[list[Columns], float, list[dict[str, Any]]]:
-        advance, start = meter.start(group), time.perf_counter()
-
-        def go_on(images: int, mistakes: int) -> None:
-            if stopped.is_set():
-                raise InterruptedError
-            advance(images, mistakes)
-
         shop: Workshop = own.shop
-        found = [shop.run_unit(group[0], advance=go_on)] if len(group) == 1 else shop.run_streams(group, go_on)
-        return found, time.perf_counter() - start, [shop.remarks(unit) for unit in group]
+        found, seconds = _run_group(shop, group, meter, shelf, stopped)
+        return found, seconds, [shop.remarks(unit) for unit in group]
 
     def cost(group: list[Unit]) -> int:
         return sum(meter.plan.method(unit.method).cost * meter.facts[unit.set_name].count for unit in group)
@@ -215,6 +253,7 @@ def _run_on_threads(
                 group = running[done]
                 for unit, columns, remark in zip(group, found, remarks, strict=True):
                     keep(unit, columns, seconds / len(group), together=len(group), **remark)
+                shelf.clear(group)
         except BaseException:  # Ctrl-C as well: nothing new is begun, and what runs stops at its next batch
             stopped.set()
             pool.shutdown(cancel_futures=True)
@@ -222,7 +261,12 @@ def _run_on_threads(
 
 
 def make_groups(
-    plan: Plan, units: Sequence[Unit], facts: Mapping[str, Facts], device: torch.device, together: int | None = None
+    plan: Plan,
+    units: Sequence[Unit],
+    facts: Mapping[str, Facts],
+    device: torch.device,
+    together: int | None = None,
+    jobs: int = 1,
 ) -> list[list[Unit]]:
     """The units in groups that run together: online ones of a method, network, seed, and shape and number of images.
 
@@ -231,7 +275,8 @@ def make_groups(
         units: The units to run.
         facts: Of every set.
         device: Where they run.
-        together: At most so many in a group; None chooses by the device.
+        together: At most so many in a group; None chooses by the memory, and so that every job has its part.
+        jobs: How many groups run at the same time.
     """
     groups: dict[Any, list[Unit]] = {}
     for number, unit in enumerate(units):
@@ -243,19 +288,24 @@ def make_groups(
     pieces: list[list[Unit]] = []
     for group in groups.values():
         method, known = plan.method(group[0].method), facts[group[0].set_name]
-        size = 1 if len(group) == 1 else together or _fitting(method, known.shape, device)
+        size = together or 1
+        if together is None and len(group) > 1:
+            rounds = math.ceil(len(group) / _fitting(method, known.shape, device, jobs) / jobs)
+            size = math.ceil(len(group) / (rounds * jobs))
         pieces.extend(group[start : start + size] for start in range(0, len(group), size))
     return pieces
 
 
-def _fitting(method: Method, shape: tuple[int, int, int], device: torch.device) -> int:
-    """How many streams to advance together."""
-    if device.type != "cuda":
-        return 1
-    # What a step keeps of a view for the way back is some hundreds of times the view itself.
-    bytes_each = method.copies * 4 * shape[0] * shape[1] * shape[2] * 400
-    free = torch.cuda.mem_get_info(device)[0]
-    return max(1, min(_STREAMS, int(free // 2 // bytes_each)))
+def _fitting(method: Method, shape: tuple[int, int, int], device: torch.device, jobs: int) -> int:
+    """How many streams can advance together in the memory, or in that of one of several jobs."""
+    numbers = method.views * math.prod(shape)
+    # What a step keeps of a view for the way back is some hundreds of times the view itself; for a ResNet-26 on a CPU
+    # 240 times, 120 with compiled kernels.
+    if device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[0] // 2 // (4 * numbers * 400)
+    else:
+        room = _MEMORY // jobs // (4 * numbers * 250)
+    return max(1, min(_STREAMS, room))
 
 
 def describe(shop: Workshop, facts: Mapping[str, Facts], networks: Mapping[str, Any]) -> dict[str, Any]:

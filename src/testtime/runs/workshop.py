@@ -6,6 +6,7 @@ It knows nothing of folders, so that a worker of a cluster can have one, and eve
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -22,11 +23,15 @@ from testtime.evaluate import Columns, count_wrong, score, stream_order, walk
 from testtime.networks.ynet import Card, CheckpointError, YNet, load
 from testtime.runs.methods import Method
 from testtime.runs.plan import Plan
+from testtime.runs.underway import Underway
 from testtime.runs.units import Unit, join_columns, make_columns
 
 Advance = Callable[[int, int], None]
 
-_BLOCK = 64  # images of each stream that are read at once
+KEEP_SECONDS = 60.0
+"""How long streams advance before they are kept again, at least: writing may take a twentieth of the time."""
+
+_BLOCK = 64  # images that are read at once: of each stream on CUDA, elsewhere of all of them
 _BELOW_ONE = 1 - 2**-24
 _PICTURES = ("imagenet", "vid", "folder")  # families that are read from picture files
 
@@ -213,12 +218,20 @@ class Workshop:
         adapter.reset()
         return adapter
 
-    def run_streams(self, units: Sequence[Unit], advance: Advance | None = None) -> list[Columns]:
+    def run_streams(
+        self,
+        units: Sequence[Unit],
+        advance: Advance | None = None,
+        begun: Underway | None = None,
+        keep: Callable[[Underway], None] | None = None,
+    ) -> list[Columns]:
         """Run online units of one method, network and seed side by side, their sets of one length and shape.
 
         Args:
             units: The units.
             advance: As for `run_unit`.
+            begun: How far they are already; what comes is the same, bit for bit.
+            keep: Told now and then how far they are.
 
         Returns:
             The columns of each.
@@ -230,18 +243,36 @@ class Workshop:
         streams = method.make_streams(self.net(method.network, units[0].set_name), seed, len(units))
         parts: list[list[Columns]] = [[] for _ in units]
 
+        def add(row: int, columns: Columns) -> None:
+            parts[row].append(columns)
+            if advance is not None:
+                advance(len(columns["sample"]), count_wrong(columns))
+
+        if begun is not None:
+            streams.load_state_dict(begun.state)
+            for row, columns in enumerate(begun.columns):
+                add(row, columns)
+            orders = orders[:, len(begun.columns[0]["sample"]) :]
+        block = _BLOCK if self.device.type == "cuda" else max(1, _BLOCK // len(units))
+
         def blocks() -> Iterator[tuple[Tensor, Tensor]]:
-            for numbers in orders.split(_BLOCK, dim=1):
+            for numbers in orders.split(block, dim=1) if orders.shape[1] else ():
                 yield numbers, torch.stack([one.images(row) for one, row in zip(sets, numbers, strict=True)])
 
+        start = kept = time.monotonic()
+        pause = KEEP_SECONDS
         for numbers, images in read_ahead(blocks()):  # (S, T), (S, T, C, H, W)
             images = images.to(self.device)
             steps = [streams.predict(images[:, t], samples=numbers[:, t]) for t in range(numbers.shape[1])]
             answers = [torch.stack([getattr(step, f.name) for step in steps], 1) for f in fields(Prediction)]
             for row, test_set in enumerate(sets):
-                parts[row].append(score(test_set, numbers[row], Prediction(*(tensor[row] for tensor in answers))))
-                if advance is not None:
-                    advance(numbers.shape[1], count_wrong(parts[row][-1]))
+                add(row, score(test_set, numbers[row], Prediction(*(tensor[row] for tensor in answers))))
+            now = time.monotonic()
+            if keep is not None and now - kept >= pause:
+                seconds = now - start + (begun.seconds if begun else 0)
+                keep(Underway([join_columns(own) for own in parts], streams.state_dict(), seconds))
+                kept = time.monotonic()
+                pause = max(KEEP_SECONDS, 20 * (kept - now))
         return [join_columns(own) for own in parts]
 
 
