@@ -39,15 +39,16 @@ from torch import Tensor, nn
 
 from testtime import augment as augmentations
 from testtime import tasks
+from testtime.augment import CropFlip
 from testtime.calibrate import fastest
 from testtime.capture import Captured, Precision, arithmetic, check_precision
 from testtime.learner import Learner, Settings, is_rowwise, load_learner, save_learner
 from testtime.networks.replicas import Replicas
 from testtime.networks.ynet import YNet
 from testtime.prediction import Prediction
-from testtime.randomness import Draws
+from testtime.randomness import Draws, has_triton
 from testtime.storage import pack_text, unpack_text, whole_file
-from testtime.tasks import Task
+from testtime.tasks import Rotation, Task
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +71,16 @@ def make_views(images: Tensor, draws: Draws, settings: Settings) -> tuple[Tensor
     """
     assert settings.augment is not None
     assert settings.task is not None
+    augment, task = settings.augment, settings.task
+    if images.is_cuda and has_triton() and isinstance(augment, CropFlip) and isinstance(task, Rotation):
+        from testtime import kernels  # the same in one launch
+
+        form = augment.padding, augment.flip, 4 if task.each == "all" else 1
+        views, targets = kernels.make_views(images.flatten(0, 1), draws.keys.flatten(), settings.copies, *form)
+        return views.view(len(images), -1, *views.shape[1:]), targets.view(len(images), -1)
     keys = draws.flatten().copies(settings.copies)  # (S·B, copies)
-    copies = settings.augment(images.flatten(0, 1), keys)  # (S·B, copies, C, h, w)
-    views, targets = settings.task.views(copies.flatten(0, 1), keys.flatten())
+    copies = augment(images.flatten(0, 1), keys)  # (S·B, copies, C, h, w)
+    views, targets = task.views(copies.flatten(0, 1), keys.flatten())
     return views.view(len(images), -1, *views.shape[1:]), targets.view(len(images), -1)
 
 

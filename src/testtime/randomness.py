@@ -31,7 +31,7 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
+GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 _LOW31 = (1 << 31) - 1
@@ -43,12 +43,13 @@ def _xor_shift(state: Tensor, bits: int) -> Tensor:
     return state ^ ((state >> bits) & ((1 << (64 - bits)) - 1))
 
 
-def _mix(state: Tensor) -> Tensor:
-    """Scramble int64 numbers one to one, so that neighbouring inputs give unrelated outputs."""
+def _mix(state: Tensor, factor: int = 1, plus: int = 0) -> Tensor:
+    """Scramble int64 numbers, times a factor plus something, so that neighbouring inputs give unrelated outputs."""
     if state.is_cuda and has_triton():
         from testtime import kernels  # the same arithmetic in one launch
 
-        return kernels.mix(state)
+        return kernels.mix(state, factor, plus)
+    state = state + plus if factor == 1 else state * factor + plus
     state = _xor_shift(state, 30) * _FIRST
     state = _xor_shift(state, 27) * _SECOND
     return _xor_shift(state, 31)
@@ -60,6 +61,11 @@ def _mix_one(state: int) -> int:
     for bits, factor in ((30, _FIRST), (27, _SECOND)):
         state = ((state ^ (state >> bits)) * factor) & _ALL
     return _signed(state ^ (state >> 31))
+
+
+def purpose_word(name: str) -> int:
+    """What a key gains for a named use before it is mixed."""
+    return _mix_one((zlib.crc32(name.encode()) + (1 << 40) + 1) * GOLDEN)
 
 
 @functools.cache
@@ -86,17 +92,17 @@ class Draws:
             seed: Any integer; only its low 64 bits count.
             samples: Integer tensor of any shape; its device is where numbers are drawn.
         """
-        return Draws(_mix(samples.to(torch.int64) * _GOLDEN + _signed(int(seed) * 0x2545F4914F6CDD1D + 1)))
+        return Draws(_mix(samples.to(torch.int64), GOLDEN, _signed(int(seed) * 0x2545F4914F6CDD1D + 1)))
 
     def fold(self, number: int | Tensor) -> Draws:
         """New streams that also depend on `number` (a step, a copy); a tensor broadcasts against the keys."""
         if isinstance(number, int):
-            return Draws(_mix(self.keys + _mix_one((number + 1) * _GOLDEN)))
-        return Draws(_mix(self.keys + _mix((number.to(torch.int64) + 1) * _GOLDEN)))
+            return Draws(_mix(self.keys, plus=_mix_one((number + 1) * GOLDEN)))
+        return Draws(_mix(self.keys + _mix(number.to(torch.int64), GOLDEN, GOLDEN)))  # (number + 1) · GOLDEN
 
     def purpose(self, name: str) -> Draws:
         """New streams for one named use, so that no two uses of a key share numbers."""
-        return self.fold(zlib.crc32(name.encode()) + (1 << 40))
+        return Draws(_mix(self.keys, plus=purpose_word(name)))
 
     def copies(self, count: int) -> Draws:
         """One stream for each of `count` copies; keys gain a last axis of that length."""
@@ -109,7 +115,7 @@ class Draws:
     def _bits(self, *shape: int) -> Tensor:
         """64 random bits for each element, `(*keys.shape, *shape)`."""
         count = math.prod(shape)
-        counter = torch.arange(1, count + 1, device=self.keys.device) * _GOLDEN
+        counter = torch.arange(1, count + 1, device=self.keys.device) * GOLDEN
         return _mix(self.keys.unsqueeze(-1) + counter).view((*self.keys.shape, *shape))
 
     def integers(self, high: int | Tensor, *shape: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from testtime.randomness import Draws
+from testtime.randomness import Draws, has_triton
 
 
 class Task(Protocol):
@@ -80,6 +80,10 @@ class Rotation:
         return torch.where((turns % 2 == 1)[:, None, None, None], half.rot90(1, (-2, -1)), half), turns
 
     def probe(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        if images.is_cuda and has_triton() and not images.requires_grad:
+            from testtime import kernels  # the same in one launch
+
+            return kernels.turn(images)
         images = _central_square(images)
         views = torch.stack([images.rot90(turn, (-2, -1)) for turn in range(4)], dim=1).flatten(0, 1)
         return views, torch.arange(4, device=images.device).repeat(len(images))

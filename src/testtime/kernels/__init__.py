@@ -11,6 +11,7 @@ with their channels last, `(S·B, H, W, C)`.
   What the backward pass needs besides the input is two numbers for each group.
 - `batch_norm`: BatchNorm with the statistics of each replica's images, with or without the ReLU behind it.
 - `Gathering`: what a backward pass has left to sum, summed in one launch.
+- `make_views`, `turn`, `normalise`: from pixels to what the first layer reads.
 - `mix`: the hash of randomness.py in one launch.
 
 Filters stay float32 in memory and are rounded to the images' dtype as they are read. Products of bfloat16 images are
@@ -30,6 +31,9 @@ from torch import Tensor
 
 from testtime.kernels import batch, gathering, native, tiles
 from testtime.kernels.gathering import Gathering
+from testtime.kernels.views import make_views, normalise, turn
+
+__all__ = ["Gathering", "batch_norm", "convolve", "group_norm", "make_views", "mix", "normalise", "turn"]
 
 
 def convolve(x: Tensor, weight: Tensor, stride: int, padding: int, plus: Tensor | None = None) -> Tensor:
@@ -77,9 +81,9 @@ def batch_norm(
     return _BatchNorm.apply(x, mean, variance, weight, bias, eps, training, relu)  # type: ignore[return-value]
 
 
-def mix(state: Tensor) -> Tensor:
-    """Stafford's finaliser of int64 numbers, as randomness.py defines it."""
-    return tiles.mix(state)
+def mix(state: Tensor, factor: int = 1, plus: int = 0) -> Tensor:
+    """Stafford's finaliser of int64 numbers times a factor plus something, as randomness.py defines it."""
+    return tiles.mix(state, factor, plus)
 
 
 class _Convolve(torch.autograd.Function):

@@ -16,11 +16,11 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 
-def mix(state: Tensor) -> Tensor:
-    """Stafford's finaliser of int64 numbers."""
+def mix(state: Tensor, factor: int, plus: int) -> Tensor:
+    """Stafford's finaliser of int64 numbers times a factor plus something."""
     state = state.contiguous()
     result = torch.empty_like(state)
-    _mix[(triton.cdiv(state.numel(), 1024),)](state, result, state.numel(), BLOCK=1024)
+    _mix[(triton.cdiv(state.numel(), 1024),)](state, result, state.numel(), plus, FACTOR=factor, BLOCK=1024)
     return result
 
 
@@ -389,10 +389,16 @@ def _norm_backward(
 
 
 @triton.jit
-def _mix(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    state = tl.load(x_ptr + place, mask=place < count, other=0)
+def scramble(state):
+    """Stafford's finaliser."""
     # The shifts are arithmetic; the masks make them logical. The factors are SplitMix64's, as signed numbers.
     state = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     state = (state ^ ((state >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    tl.store(y_ptr + place, state ^ ((state >> 31) & 0x1FFFFFFFF), mask=place < count)
+    return state ^ ((state >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def _mix(x_ptr, y_ptr, count, plus, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    state = tl.load(x_ptr + place, mask=place < count, other=0)
+    tl.store(y_ptr + place, scramble(state * FACTOR + plus), mask=place < count)

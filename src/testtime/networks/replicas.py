@@ -57,6 +57,7 @@ class Replicas:
             raise ValueError(f"`count` must be at least 1, got {count}.")
         self.count, self.dtype = count, dtype
         self._normalise = copy.deepcopy(net).normalise
+        self._mean, self._std = net.mean.clone(), net.std.clone()
         self.parts: dict[Part, _Tall | _Mapped | _Plain] = {}
         inputs = None if example is None else net.normalise(example)
         for name in PARTS:
@@ -94,8 +95,17 @@ class Replicas:
 
     def encode(self, images: Tensor) -> Tensor:
         """Features `(S, B, ...)` of images `(S, B, C, H, W)`."""
-        pixels = self._normalise(images).to(self.dtype)
-        return self.parts["encoder"](pixels)
+        return self.parts["encoder"](self._prepare(images))
+
+    def _prepare(self, images: Tensor) -> Tensor:
+        known = images.dtype in (torch.uint8, torch.float32) and self._mean.dtype == torch.float32
+        known = known and len(self._mean) in (1, images.shape[2]) and len(self._std) in (1, images.shape[2])
+        if known and images.is_cuda and has_triton() and not images.requires_grad:
+            from testtime import kernels  # the same in one launch
+
+            pixels = kernels.normalise(images.flatten(0, 1), self._mean, self._std, self.dtype)
+            return pixels.unflatten(0, images.shape[:2])
+        return self._normalise(images).to(self.dtype)
 
     def classify(self, features: Tensor) -> Tensor:
         """Class logits `(S, B, K)` of features `(S, B, ...)`."""
