@@ -43,7 +43,7 @@ from testtime.adapt import Episodic
 from testtime.data.folder import PictureSet
 from testtime.machine import describe_machine
 from testtime.networks import YNet, resnet18, resnet26
-from testtime.training import Pool, Recipe, Trainer
+from testtime.training import Pool, Recipe, Trainer, Training
 
 Row = dict[str, Any]
 EPOCH = {"cifar10": 50_000, "imagenet": 1_281_167}
@@ -184,7 +184,7 @@ def compare_loops(options: argparse.Namespace, device: torch.device) -> tuple[li
         rows.append(show({"name": name} | about | row | epochs_of(row, "cifar10") | {"times_ordinary": 1.0}))
         del steps
         recipe = Recipe.cifar(batch=options.batch, bf16=bf16)
-        trainer = Trainer(resnet26().to(device), recipe, Pool("images", images, labels, device), None)
+        trainer = Trainer([Training(resnet26().to(device), recipe, Pool("images", images, labels, device))])
         count = options.epochs * trainer.steps if options.epochs else options.steps
         row = measure(device, our_steps(trainer), count, warm, options.batch)
         ratio = {"times_ordinary": round(row["images_per_s"] / rows[-1]["images_per_s"], 2)}
@@ -259,8 +259,8 @@ def photographs(
     for name, resident in (("training steps, images on the device", None), ("training, fed from the cache", 0)):
         net = resnet18(1000, size=size).to(device)
         net.describe(augment={"name": "resized-crop-flip", "size": size})
-        trainer = Trainer(net, recipe, Pool("images", packed, None, device, resident=resident), None)
-        row = measure(device, our_steps(trainer), count, warm, trainer.batch)
+        trainer = Trainer([Training(net, recipe, Pool("images", packed, None, device, resident=resident))])
+        row = measure(device, our_steps(trainer), count, warm, trainer.trainings[0].batch)
         alone = alone or row["images_per_s"]
         add(name, row | epochs_of(row, "imagenet") | {"share_of_steps": round(row["images_per_s"] / alone, 4)})
     look = Episodic(resnet18(1000, size=size).to(device).eval(), copies=64, threshold=0.0)

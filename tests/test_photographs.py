@@ -24,7 +24,7 @@ from testtime.data import DataError, TestSet, fit_picture, folder, imagenet, pac
 from testtime.data import open as open_set
 from testtime.data.folder import PictureSet
 from testtime.report import costs
-from testtime.training import Pool, Recipe, Trainer, prepare
+from testtime.training import Pool, Recipe, Trainer, Training, prepare
 
 CLASSES = ("ants", "bees", "empty")
 GOOD = ("cmyk.jpg", "gray.jpg", "one.png", "plain.jpg", "sixteen.png", "turned.jpg")
@@ -296,10 +296,11 @@ def test_resnet50_trains_a_step_and_adapts() -> None:
     net.describe(augment={"name": "resized-crop-flip", "size": 32})
     images = torch.stack([torch.from_numpy(np.array(photograph(n, (40, 40)))).permute(2, 0, 1) for n in range(3)])
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    trainer = Trainer(net, Recipe.imagenet(batch=3), Pool("images", images, torch.arange(3), torch.device("cpu")), None)
+    pool = Pool("images", images, torch.arange(3), torch.device("cpu"))
+    trainer = Trainer([Training(net, Recipe.imagenet(batch=3), pool)])
     for batch in trainer.batches(0):
         trainer.step(*batch)
-    assert trainer.read()["loss"] > 0
+    assert trainer.read()[0]["loss"] > 0
     changed = [name for name, tensor in net.state_dict().items() if not tensor.equal(before[name])]
     assert {name.split(".")[0] for name in changed} == {"encoder", "classifier", "ssl"}
     net.eval()
@@ -313,7 +314,7 @@ def test_crops_of_the_networks_size_come_from_larger_photographs() -> None:
     net.describe(augment={"name": "resized-crop-flip", "size": 32})
     images = torch.randint(0, 256, (4, 3, 37, 37), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     pool = Pool("images", images, torch.tensor([0, 1, 2, 0]), torch.device("cpu"))
-    trainer = Trainer(net, Recipe.imagenet(batch=4), pool, None)
+    trainer = Trainer([Training(net, Recipe.imagenet(batch=4), pool)])
     seen: list[tuple[int, ...]] = []
     net.encoder[0].register_forward_hook(lambda _, inputs, __: seen.append(tuple(inputs[0].shape)))  # type: ignore[index]
     for batch in trainer.batches(0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,17 @@ def train(
     ] = "joint",
     target: Annotated[
         str | None, typer.Option(help="Unlabelled target set for uda, such as cifar10-c/fog/5.", show_default=False)
+    ] = None,
+    targets: Annotated[
+        str | None,
+        typer.Option(
+            help="Several of them, a network for each in OUT/SET: names or patterns, such as 'cifar10-c/*/5,cifar10'.",
+            show_default=False,
+        ),
+    ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(help="Network file to start from.", show_default="random weights", rich_help_panel="Network"),
     ] = None,
     network: Annotated[
         Literal["resnet26", "resnet18", "resnet50"] | None,
@@ -68,6 +80,14 @@ def train(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, order and augmentation.", rich_help_panel="Recipe")] = 0,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            help="Several seeds, such as 0-2 or 0,3; a network for each in OUT/seed-N.",
+            show_default=False,
+            rich_help_panel="Recipe",
+        ),
+    ] = None,
     bf16: Annotated[
         bool, typer.Option("--bf16", help="Compute in bfloat16 where that is safe.", rich_help_panel="Recipe")
     ] = False,
@@ -95,58 +115,91 @@ def train(
 
     Run it again to go on after an interruption, bit for bit.
     OUT/network.safetensors is the result, OUT/record.json has loss and error
-    by epoch.
+    by epoch. Several seeds or targets are trained side by side, which a GPU
+    does faster than one after the other, each into a folder of its own.
 
     Examples:
       testtime train --data digits --out runs/digits
       testtime train --data cifar10 --method joint --bf16 --out runs/cifar
+      testtime train --data cifar10 --seeds 0-2 --bf16 --out runs/seeds
       testtime train --data photos/ --size 64 --epochs 30 --out runs/photos
       torchrun --nproc-per-node 8 -m testtime train --data imagenet --bf16 --out runs/i
     """
     from testtime import data as datasets
-    from testtime.training import is_first, prepare, process_group, tell
-    from testtime.training import train as train_network
+    from testtime.networks import load
+    from testtime.training import is_first, prepare, process_group, tell, train_together
 
-    if (target is not None) != (method == "uda"):
-        raise typer.BadParameter("uda needs a target set, and only uda takes one.", param_hint="--target")
+    if (target is not None) + (targets is not None) != (method == "uda"):
+        raise typer.BadParameter("uda needs --target or --targets, and only uda takes one.", param_hint="--target")
+    if seeds is not None and targets is not None:
+        raise typer.BadParameter("several seeds or several targets, not both.", param_hint="--seeds")
     changes: dict[str, Any] = {"lr": lr, "batch": batch, "method": method, "bf16": bf16}
     with process_group(pick_device(device)) as place, contextlib.ExitStack() as stack:
         first = is_first()
         with as_bad_arguments(datasets.DataError), progress("decode") if first else contextlib.nullcontext() as decoded:
+            each = [seed] if seeds is None else _parse_seeds(seeds)
+            names = [target] if target else [] if targets is None else list(datasets.expand(targets.split(",")))
             setup = prepare(
                 data,
                 network,
                 depth=depth,
                 norm=norm,
                 size=size,
-                seed=seed,
+                seed=each[0],
                 root=data_root,
                 limit=limit,
                 cache=cache,
-                spare=target is None,  # source and target images must be alike
+                spare=not names,  # source and target images must be alike
                 on_bad=on_bad_image,
                 progress=decoded,
             )
-            sized: dict[str, Any] = (
-                {"size": setup.source.shape[1]} if (target or "").startswith(("imagenet", "vid-robust")) else {}
-            )
-            unlabelled = None if target is None else datasets.open(target, data_root, **sized)
+            unlabelled = [_open_target(name, data_root, setup.source.shape[1]) for name in names]
             recipe = setup.recipe.change(epochs=epochs, **changes)
+        folders = [out]
+        if seeds is not None:
+            folders = [out / f"seed-{one}" for one in each]
+        elif targets is not None:
+            folders = [out / name for name in names]
+            each *= len(names)
+        loaded = None if start is None else load(start)
+        nets = [setup.build(one) if loaded is None else copy.deepcopy(loaded) for one in each]
         if first:
             for line in setup.skipped:
                 typer.echo(f"left out: {line}", err=True)
         report = stack.enter_context(progress("train")) if first else None
-        net = train_network(
-            setup.net.to(place),
+        train_together(
+            [net.to(place) for net in nets],
             setup.source,
             recipe=recipe,
-            folder=out,
+            seeds=each,
+            folders=folders,
             test=setup.test,
-            target=unlabelled,
+            targets=unlabelled * (len(nets) // len(unlabelled)) if unlabelled else None,
             progress=report,
         )
     if first:
-        typer.echo(f"{out / 'network.safetensors'}: {tell(net.card.record['epochs'][-1])}")
+        for net, folder in zip(nets, folders, strict=True):
+            typer.echo(f"{folder / 'network.safetensors'}: {tell(net.card.record['epochs'][-1])}")
+
+
+def _parse_seeds(text: str) -> list[int]:
+    """Seeds from a text such as 0-2 or 0,3."""
+    seeds: list[int] = []
+    for word in text.split(","):
+        low, _, high = word.strip().partition("-")
+        if not low.isdecimal() or not (high or low).isdecimal() or int(high or low) < int(low):
+            raise ValueError(f"`seeds` must be such as 0-2 or 0,3; got {text!r}.")
+        seeds.extend(range(int(low), int(high or low) + 1))
+    return list(dict.fromkeys(seeds))
+
+
+def _open_target(name: str, root: Path | None, side: int) -> Any:
+    """A target set, its images as large as the training images."""
+    from testtime import data as datasets
+    from testtime.data.registry import SIZED
+
+    options: dict[str, Any] = {"size": side} if name.startswith(SIZED) else {}
+    return datasets.open(name, root, **options)
 
 
 def predict(

@@ -16,9 +16,8 @@ from torch import Tensor, distributed
 from testtime.machine import describe_machine
 from testtime.networks.ynet import CheckpointError
 from testtime.storage import find_differences, flatten, whole_file, write_whole
-from testtime.training.pool import Pool, hash_tensors
 from testtime.training.processes import rank, world
-from testtime.training.trainer import Trainer
+from testtime.training.single import Training
 
 log = logging.getLogger(__name__)
 
@@ -39,45 +38,47 @@ class Folder:
         self.record = path / "record.json"
         self.network = path / "network.safetensors"
 
-    def load(self, trainer: Trainer) -> list[dict[str, Any]]:
+    def load(self, training: Training) -> list[dict[str, Any]]:
         """Take up the run if there is one: the entries of the epochs it has behind it."""
-        history: list[dict[str, Any]] = []
         if self.checkpoint.exists():
             found, state = _read_checkpoint(self.checkpoint)
             self._compare(found["configuration"])
             try:
-                trainer.load(state)
+                training.load(state)
             except ValueError as error:
                 raise CheckpointError(f"{self.checkpoint}: {error}.") from None
-            history = found["history"]
-            log.info("%s: going on after epoch %d", self.checkpoint, len(history))
-        elif self.record.exists():
+            log.info("%s: going on after epoch %d", self.checkpoint, len(found["history"]))
+            return found["history"]
+        if self.record.exists():
             try:
                 found = json.loads(self.record.read_text())
                 configuration = found["configuration"]
             except (ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{self.record}: not the record of a training ({error}).") from None
             self._compare(configuration)
+        return []
+
+    def begin(self, history: list[dict[str, Any]], device: torch.device) -> None:
+        """Clear up what a killed process left, and write the record as it is now."""
         if world() > 1:
             distributed.barrier()  # all have read before the first process writes
         if rank() == 0:
             for part in self.record.parent.glob(".*.part"):  # what a killed process was writing
                 part.unlink(missing_ok=True)
-            self._write_record(history, trainer.device)
-        return history
+            self._write_record(history, device)
 
-    def save(self, trainer: Trainer, history: list[dict[str, Any]]) -> None:
+    def save(self, training: Training, history: list[dict[str, Any]]) -> None:
         """Write the state after an epoch."""
         if rank() != 0:
             return
         about = {"format": _FORMAT, "configuration": self.configuration, "history": history}
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in trainer.state().items()}
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in training.state().items()}
         try:
             with whole_file(self.checkpoint) as temporary:
                 save_file(tensors, temporary, metadata={_KEY: json.dumps(about)})
         except SafetensorError as error:  # its way of saying that the disk is full
             raise OSError(f"{self.checkpoint}: cannot be written ({error})") from None
-        self._write_record(history, trainer.device)
+        self._write_record(history, training.device)
 
     def _write_record(self, history: list[dict[str, Any]], device: torch.device) -> None:
         write_whole(self.record, json.dumps(make_record(self.configuration, history, device), indent=1) + "\n")
@@ -104,25 +105,6 @@ def _read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{path}: not a complete training checkpoint ({error}). Delete it to start anew."
         ) from None
     return about, state
-
-
-def describe_run(trainer: Trainer, test: Pool | None) -> dict[str, Any]:
-    """What decides a run's result; two runs that differ here do not share a folder."""
-    card = trainer.net.card
-    names = ("data", "target")
-    return {
-        "recipe": trainer.recipe.describe(),
-        "network": {
-            "architecture": card.architecture or type(trainer.net.encoder).__name__,
-            "classes": list(card.classes),
-            "mean": list(card.mean),
-            "std": list(card.std),
-            "augment": card.augment,
-            "start": hash_tensors(trainer.net.state_dict().values()),
-        },
-        **{name: pool.describe() for name, pool in zip(names, trainer.pools, strict=False)},
-        "test": None if test is None else test.describe(),
-    }
 
 
 def make_record(configuration: dict[str, Any], history: list[dict[str, Any]], device: torch.device) -> dict[str, Any]:

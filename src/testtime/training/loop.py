@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch import Tensor, distributed
 from testtime.capture import arithmetic
 from testtime.data.sets import TestSet
 from testtime.networks.ynet import YNet
-from testtime.training.folder import Folder, describe_run, make_record
+from testtime.training.folder import Folder, make_record
 from testtime.training.pool import Pool
 from testtime.training.processes import rank, world
 from testtime.training.recipe import Recipe, TrainingError
-from testtime.training.replica import Replica
-from testtime.training.trainer import Trainer
+from testtime.training.replicated import Replicated
+from testtime.training.single import Training
+from testtime.training.trainer import Trainer, fit_together
 
 Progress = Callable[[int, int, str], None]
 
@@ -59,51 +61,148 @@ def train(
         CheckpointError: The folder's checkpoint cannot be read.
         TrainingError: The loss is no longer finite; the last good checkpoint is kept.
     """
+    folders = None if folder is None else [folder]
+    targets = None if target is None else [target]
+    given: Any = {"folders": folders, "test": test, "targets": targets, "classes": classes, "progress": progress}
+    return train_together([net], images, labels, recipe, **given)[0]
+
+
+def train_together(
+    nets: Sequence[YNet],
+    images: Tensor | TestSet,
+    labels: Tensor | None = None,
+    recipe: Recipe | None = None,
+    *,
+    seeds: Sequence[int] | None = None,
+    folders: Sequence[str | Path] | None = None,
+    test: tuple[Tensor, Tensor] | TestSet | None = None,
+    targets: Sequence[Tensor | TestSet] | None = None,
+    classes: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> list[YNet]:
+    """Train several networks by one recipe: from several seeds, or for several target sets.
+
+    Each learns what it would learn alone, up to rounding, and has its own folder. Networks of one architecture of this
+    package take their steps side by side, as replicas of one network, which fills a GPU better than one does; on a CPU
+    it gains little. Others are trained one after the other. A group that was killed goes on: those of its runs that
+    are an epoch behind catch up with the rest first.
+
+    Args:
+        nets: The networks, each an object of its own, on one device; equal weights are fine.
+        images: As for `train`.
+        labels: As for `train`.
+        recipe: As for `train`, for all of them.
+        seeds: The seed of each training; by default the recipe's.
+        folders: A folder for each.
+        test: As for `train`.
+        targets: A target set for each, for "uda"; of one image size, but not of one length.
+        classes: As for `train`.
+        progress: Told how many of how many steps are done, and how the first one's last epoch went.
+
+    Returns:
+        The same networks, as `train` gives them.
+
+    Raises:
+        ValueError: As for `train`, or there are not as many of one thing as of another.
+        CheckpointError: A folder's checkpoint cannot be read.
+        TrainingError: The loss of one is no longer finite; the last good checkpoints of all are kept.
+    """
     recipe = recipe or Recipe()
-    device = next(net.parameters()).device
+    device = _check_networks(nets)
+    for name, given in (("seeds", seeds), ("folders", folders), ("targets", targets)):
+        if given is not None and len(given) != len(nets):
+            raise ValueError(f"`{name}` must have one for each of the {len(nets)} networks, got {len(given)}.")
+    if folders is not None and len({Path(folder).resolve() for folder in folders}) < len(nets):
+        raise ValueError("`folders` must be different folders.")
     if progress is not None:
         progress(0, 0, "reading the images")
     source = Pool("images", images, labels, device)
-    unlabelled = None if target is None else Pool("target", target, None, device)
     held_out = None
     if test is not None:
         held_out = Pool("test", *test, device) if isinstance(test, tuple) else Pool("test", test, None, device)
-    trainer = Trainer(net, recipe, source, unlabelled)
-    for pool in (source, held_out):
-        if pool is not None:
-            _check_labels(pool, trainer.outputs)
-    names = tuple(classes) or source.classes or net.card.classes
-    if names and len(names) != trainer.outputs:
-        raise ValueError(f"The network has {trainer.outputs} outputs, but there are {len(names)} classes.")
-    net.describe(classes=names, size=net.card.size or source.shape[1], task=trainer.task.name)
+    runs = []
+    for place, net in enumerate(nets):
+        target = None if targets is None else Pool("target", targets[place], None, device)
+        own = recipe if seeds is None else replace(recipe, seed=seeds[place])
+        training = Training(net, own, source, target)
+        for pool in (source, held_out):
+            if pool is not None:
+                _check_labels(pool, training.outputs)
+        names = tuple(classes) or source.classes or net.card.classes
+        if names and len(names) != training.outputs:
+            raise ValueError(f"The network has {training.outputs} outputs, but there are {len(names)} classes.")
+        net.describe(classes=names, size=net.card.size or source.shape[1], task=training.task.name)
+        configuration = training.describe(held_out)
+        folder = None if folders is None else Folder(Path(folders[place]), configuration)
+        runs.append(_Run(training, configuration, folder))
+    for run in runs:
+        run.load()
+    for run in runs:
+        if run.folder is not None:
+            run.folder.begin(run.history, device)
+    for group, until in _groups(runs, recipe.epochs):
+        _train_group(group, until, held_out, progress)
+    for run in runs:
+        run.finish()
+    return list(nets)
 
-    configuration = describe_run(trainer, held_out)
-    run = None if folder is None else Folder(Path(folder), configuration)
-    history = run.load(trainer) if run is not None else []
+
+@dataclass
+class _Run:
+    """A training, its folder, and the record of the epochs behind it."""
+
+    training: Training
+    configuration: dict[str, Any]
+    folder: Folder | None
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def load(self) -> None:
+        if self.folder is not None:
+            self.history = self.folder.load(self.training)
+
+    def add(self, entry: dict[str, Any]) -> None:
+        self.history.append(entry)
+        if self.folder is not None:
+            self.folder.save(self.training, self.history)
+
+    def finish(self) -> None:
+        net = self.training.net.eval()
+        net.describe(record=make_record(self.configuration, self.history, self.training.device))
+        if self.folder is not None and rank() == 0:
+            net.save(self.folder.network)
+
+
+def _groups(runs: Sequence[_Run], epochs: int) -> Iterator[tuple[list[_Run], int]]:
+    """Runs to train side by side and up to which epoch, until all are done: those that are behind catch up first."""
+    while True:
+        done = sorted({len(run.history) for run in runs})
+        if done[0] >= epochs:
+            return
+        until = [*done, epochs][1]
+        group = [run for run in runs if len(run.history) == done[0]]
+        if fit_together([run.training for run in group]):
+            yield group, until
+        else:
+            yield from (([run], until) for run in group)
+
+
+def _train_group(runs: Sequence[_Run], until: int, test: Pool | None, progress: Progress | None) -> None:
+    """Train runs that are equally far, side by side, up to an epoch."""
+    trainer = Trainer([run.training for run in runs])
     trainer.share()
-    while len(history) < recipe.epochs:
-        epoch = len(history)
-        history.append(_train_epoch(trainer, epoch, held_out, run, progress, history))
-        if run is not None:
-            run.save(trainer, history)
+    for epoch in range(len(runs[0].history), until):
+        entries = _train_epoch(trainer, epoch, test, runs, progress)
+        for run, entry in zip(runs, entries, strict=True):
+            run.add(entry)
     trainer.finish()
-    net.describe(record=make_record(configuration, history, device))
-    if run is not None and rank() == 0:
-        net.save(run.network)
-    return net
 
 
 def _train_epoch(
-    trainer: Trainer,
-    epoch: int,
-    test: Pool | None,
-    run: Folder | None,
-    progress: Progress | None,
-    history: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """One pass over the training set; what the record says of it."""
+    trainer: Trainer, epoch: int, test: Pool | None, runs: Sequence[_Run], progress: Progress | None
+) -> list[dict[str, Any]]:
+    """One pass over the training set; what the record of each run says of it."""
     start, done, total = time.perf_counter(), epoch * trainer.steps, trainer.recipe.epochs * trainer.steps
-    text = tell(history[-1]) if history else ""
+    text = _tell_first([run.history[-1] for run in runs]) if runs[0].history else ""
     trainer.set_lr(trainer.recipe.lr_at(epoch))
     trainer.model.train()
     trainer.sums.zero_()
@@ -111,25 +210,48 @@ def _train_epoch(
         trainer.step(indices, number, pixels)
         if progress is not None and step < trainer.steps:
             progress(done + step, total, text)
-    entry: dict[str, Any] = {"epoch": epoch + 1, "lr": trainer.recipe.lr_at(epoch), **trainer.read()}
-    if not (math.isfinite(entry["loss"]) and trainer.is_finite()):
-        kept = "nothing was saved yet"
-        if run is None:
-            kept = "there is no run folder to go back to"
-        elif history:
-            kept = f"the state after epoch {epoch} is kept in {run.checkpoint}"
-        what = "a weight" if math.isfinite(entry["loss"]) else "the loss"
-        raise TrainingError(
-            f"In epoch {epoch + 1} {what} is no longer finite; {kept}. "
-            f"Try a learning rate below {trainer.recipe.lr_at(epoch):g}, and look for broken images."
-        )
+    head = {"epoch": epoch + 1, "lr": trainer.recipe.lr_at(epoch)}
+    entries: list[dict[str, Any]] = [{**head, **entry} for entry in trainer.read()]
+    for run, entry in zip(runs, entries, strict=True):
+        _check_finite(run, entry, trainer.recipe.lr_at(epoch))
     trainer.share()  # the processes' Batch Normalization statistics: from here on those that the checkpoint has
     if test is not None:
-        entry["test_error"] = _error(trainer, test)
-    entry["seconds"] = round(time.perf_counter() - start, 3)
+        for entry, error in zip(entries, _errors(trainer, test), strict=True):
+            entry["test_error"] = error
+    for entry in entries:
+        entry["seconds"] = round(time.perf_counter() - start, 3)
+        if len(runs) > 1:
+            entry["together"] = len(runs)  # those are the seconds of all
     if progress is not None:
-        progress(done + trainer.steps, total, tell(entry))
-    return entry
+        progress(done + trainer.steps, total, _tell_first(entries))
+    return entries
+
+
+def _check_finite(run: _Run, entry: dict[str, Any], lr: float) -> None:
+    if math.isfinite(entry["loss"]) and run.training.is_finite():
+        return
+    kept = "there is no run folder to go back to"
+    if run.folder is not None:
+        kept = f"nothing was saved in {run.folder.checkpoint.parent} yet"
+        if run.history:
+            kept = f"the state after epoch {len(run.history)} is kept in {run.folder.checkpoint}"
+    what = "a weight" if math.isfinite(entry["loss"]) else "the loss"
+    raise TrainingError(
+        f"In epoch {entry['epoch']} {what} is no longer finite; {kept}. "
+        f"Try a learning rate below {lr:g}, and look for broken images."
+    )
+
+
+def _check_networks(nets: Sequence[YNet]) -> torch.device:
+    """The networks' device."""
+    if not nets:
+        raise ValueError("`nets` must not be empty.")
+    if len({id(net) for net in nets}) < len(nets):
+        raise ValueError("`nets` must be different objects: one network cannot be trained twice at once.")
+    devices = {next(net.parameters()).device for net in nets}
+    if len(devices) > 1:
+        raise ValueError(f"`nets` must be on one device, got {', '.join(sorted(map(str, devices)))}.")
+    return devices.pop()
 
 
 def _check_labels(pool: Pool, outputs: int) -> None:
@@ -141,21 +263,28 @@ def _check_labels(pool: Pool, outputs: int) -> None:
 
 
 @torch.no_grad()
-def _error(trainer: Trainer, pool: Pool) -> float:
-    """The share of wrong predictions, each process looking at its part."""
+def _errors(trainer: Trainer, pool: Pool) -> list[float]:
+    """Each training's share of wrong predictions, each process looking at its part of the images."""
     assert pool.labels is not None
     trainer.model.eval()
-    wrong = torch.zeros((), device=pool.device)
-    size = 2500 if isinstance(trainer.model, Replica) and pool.tensor is not None else 500
+    wrong = torch.zeros(trainer.count, device=pool.device)
+    size = 2500 if isinstance(trainer.model, Replicated) and pool.tensor is not None else 500
+    size = max(100, size // trainer.count)
     for indices in torch.arange(rank(), pool.count, world(), device=pool.device).split(size):
         with arithmetic(trainer.precision, pool.device):
-            wrong += (trainer.model(pool.take(indices)).argmax(1) != pool.labels[indices]).sum()
+            answers = trainer.model(pool.take(indices).repeat(trainer.count, 1, 1, 1)).argmax(1)
+            wrong += (answers.view(trainer.count, -1) != pool.labels[indices]).sum(1)
     if world() > 1:
         distributed.all_reduce(wrong)
-    return float(wrong) / pool.count
+    return [count / pool.count for count in wrong.tolist()]
 
 
 def tell(entry: dict[str, Any]) -> str:
     """One epoch's entry of the record in words."""
     test = f", test {entry['test_error']:.1%}" if "test_error" in entry else ""
     return f"epoch {entry['epoch']}, loss {entry['loss']:.3f}, error {entry['train_error']:.1%}{test}"
+
+
+def _tell_first(entries: Sequence[dict[str, Any]]) -> str:
+    others = f" (the first of {len(entries)})" if len(entries) > 1 else ""
+    return f"{tell(entries[0])}{others}"

@@ -1,4 +1,7 @@
-"""The methods of training: each turns a batch into its loss (paper, sections 2 and 3, appendix)."""
+"""The methods of training: each turns a batch into its loss (paper, sections 2 and 3, appendix).
+
+A batch may be that of several trainings, one behind the other; that is why losses are not averaged here.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from testtime.networks.ynet import YNet
 from testtime.randomness import Draws
 from testtime.tasks import Rotation, Task
 from testtime.training.recipe import Method, Recipe
-from testtime.training.replica import Replica
+from testtime.training.replicated import Replicated
 
-Net = YNet | Replica
+Net = YNet | Replicated
 Terms = dict[str, Tensor]
 
 
@@ -50,10 +53,15 @@ def plain_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Term
         task: The self-supervised task.
 
     Returns:
-        The terms whose sum is the loss, by name; and the class logits `(B, K)`.
+        The terms of each image's or view's loss by name, `(B,)` or more: the loss is the sum of their means; and the
+        class logits `(B, K)`.
     """
     logits = net(batch.images)
-    return {"main": F.cross_entropy(logits.float(), batch.labels)}, logits
+    return {"main": _class_loss(logits, batch.labels)}, logits
+
+
+def _class_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), labels, reduction="none")
 
 
 def joint_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
@@ -64,8 +72,7 @@ def joint_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Term
         logits, outputs = net.classify(features[::4]), net.supervise(features)
     else:
         logits, outputs = net(batch.images), net.self_supervise(views)
-    main = F.cross_entropy(logits.float(), batch.labels)
-    return {"main": main, "task": recipe.weight * task.loss(outputs, targets).mean()}, logits
+    return {"main": _class_loss(logits, batch.labels), "task": recipe.weight * task.loss(outputs, targets)}, logits
 
 
 def _first_of_four(task: Task, images: Tensor) -> bool:
@@ -89,13 +96,18 @@ def uda_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms,
 def alp_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
     """Cross-entropy on clean images plus the squared distance to the adversarial logits (logit pairing)."""
     twins = attack(net, batch.images, batch.labels, batch.draws, recipe)
-    terms, logits = plain_loss(net, batch, recipe, task)
-    return terms | {"pairing": recipe.pairing * F.mse_loss(net(twins).float(), logits.float())}, logits
+    if _has_batch_norm(net):
+        logits, others = net(batch.images), net(twins)
+    else:  # both in one pass, each image beside its twin
+        pairs = torch.stack([_as_floats(batch.images), twins], dim=1)  # (B, 2, C, H, W)
+        logits, others = net(pairs.flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
+    distance = (others.float() - logits.float()).square().mean(1)
+    return {"main": _class_loss(logits, batch.labels), "pairing": recipe.pairing * distance}, logits
 
 
 def _task_loss(net: Net, images: Tensor, draws: Draws, task: Task) -> Tensor:
     views, targets = task.views(images, draws)
-    return task.loss(net.self_supervise(views), targets).mean()
+    return task.loss(net.self_supervise(views), targets)
 
 
 def attack(net: Net, images: Tensor, labels: Tensor, draws: Draws, recipe: Recipe) -> Tensor:
@@ -113,7 +125,7 @@ def attack(net: Net, images: Tensor, labels: Tensor, draws: Draws, recipe: Recip
     Returns:
         Floats in [0, 1], `(B, C, H, W)`, no pixel further than `epsilon` from the original.
     """
-    clean = images.float() / 255 if images.dtype == torch.uint8 else images.float()
+    clean = _as_floats(images)
     start = draws.purpose("attack").uniform(*clean.shape[1:]) * 2 - 1
     twins = (clean + recipe.epsilon * start).clamp(0, 1)
     low, high = (clean - recipe.epsilon).clamp(min=0), (clean + recipe.epsilon).clamp(max=1)
@@ -132,6 +144,10 @@ def attack(net: Net, images: Tensor, labels: Tensor, draws: Draws, recipe: Recip
         parameter.requires_grad_(True)
     net.train(training)
     return twins
+
+
+def _as_floats(images: Tensor) -> Tensor:
+    return images.float() / 255 if images.dtype == torch.uint8 else images.float()
 
 
 class Entry(NamedTuple):

@@ -36,12 +36,14 @@ class Setup:
         source: The training set.
         test: The test set, or None.
         recipe: The recipe for them.
+        build: Makes the untrained network of another seed.
     """
 
     net: YNet
     source: TestSet
     test: TestSet | None
     recipe: Recipe
+    build: Callable[[int], YNet]
 
     @property
     def skipped(self) -> tuple[str, ...]:
@@ -104,13 +106,15 @@ def prepare(
         source = _some_of(source, limit)
     keep = _Keeper(data == "imagenet" and limit is None, root, cache, on_bad, progress)
     source, test = keep(source), None if test is None else keep(test)
-    net = _build(builders[network], network, data, source, norm, depth, size, seed)
+
+    def build(seed: int) -> YNet:
+        return _build(builders[network], network, data, source, norm, depth, size, seed)
+
     if data == "digits":
-        # A mirrored digit is no digit.
-        net.describe(augment={"name": "crop-flip", "padding": source.shape[1] // 8, "flip": False})
-        return Setup(net, source, test, Recipe.digits(seed=seed))
-    recipe = Recipe.imagenet(seed=seed) if crops else Recipe.cifar(norm, seed=seed)
-    return Setup(net, source, test, recipe)
+        recipe = Recipe.digits(seed=seed)
+    else:
+        recipe = Recipe.imagenet(seed=seed) if crops else Recipe.cifar(norm, seed=seed)
+    return Setup(build(seed), source, test, recipe, build)
 
 
 def _build(
@@ -126,7 +130,11 @@ def _build(
     channels, side, _ = source.shape
     if network == "resnet26":
         depth = depth or (8 if data == "digits" else 26)
-        return builder(len(source.classes), norm=norm, depth=depth, channels=channels, size=side, seed=seed)
+        net = builder(len(source.classes), norm=norm, depth=depth, channels=channels, size=side, seed=seed)
+        if data == "digits":
+            # A mirrored digit is no digit.
+            net.describe(augment={"name": "crop-flip", "padding": side // 8, "flip": False})
+        return net
     if channels != 3:
         raise ValueError(f"{network} takes colour images; for {data} use resnet26.")
     size = min(size, side)

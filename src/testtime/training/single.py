@@ -1,0 +1,148 @@
+"""One training: a network, its recipe and its data, and the order in which it sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from testtime import augment as augmentations
+from testtime import tasks
+from testtime.networks.ynet import YNet
+from testtime.randomness import Draws
+from testtime.tasks import Rotation, Task
+from testtime.training.methods import METHODS
+from testtime.training.pool import Pool, hash_tensors, shuffle
+from testtime.training.processes import world
+from testtime.training.recipe import Recipe
+
+
+class Training:
+    """One training: a network, how to train it and on what; `Trainer` takes its steps, alone or among others.
+
+    Args:
+        net: The network.
+        recipe: How to train it.
+        source: The labelled training images.
+        target: The unlabelled images of "uda".
+
+    Raises:
+        ValueError: They do not fit together.
+    """
+
+    def __init__(self, net: YNet, recipe: Recipe, source: Pool, target: Pool | None = None) -> None:
+        if (recipe.method == "uda") != (target is not None):
+            raise ValueError('`target` images are for the method "uda", which needs them.')
+        if target is not None and target.shape != source.shape:
+            raise ValueError(f"`target` images are {target.shape}, training images {source.shape}; they must agree.")
+        self.net, self.recipe, self.method = net, recipe, METHODS[recipe.method]
+        self.pools = [source] if target is None else [source, target]
+        self.device = source.device
+        self.augment = augmentations.make(net.card.augment)
+        self.task: Task = recipe.task or tasks.make(net.card.task)
+        if recipe.task is None and isinstance(self.task, Rotation):
+            self.task = Rotation(each=recipe.rotations)
+        self.batch = min(recipe.batch, source.count)
+        self.steps = source.count // self.batch
+        if self.batch % world():
+            raise ValueError(f"`batch` ({self.batch}) must be a multiple of the {world()} processes.")
+        self.outputs, self.shape = self._try()
+        self.parameters = {
+            name: parameter
+            for name, parameter in net.named_parameters()
+            if name.split(".")[0] in self.method.parts and parameter.requires_grad
+        }
+        if not self.parameters:
+            raise ValueError("The network has no parameter that may be trained (requires_grad).")
+        self.momentum: dict[str, Tensor] = {}
+        """The optimizer's memory by the parameters' names; empty before the first step, and without momentum."""
+
+    def order(self, epoch: int) -> Tensor:
+        """The training samples of an epoch by step, int64 `(steps, batch)`."""
+        order = shuffle(self.pools[0].count, self.recipe.seed, epoch, self.device)
+        return order[: self.steps * self.batch].view(self.steps, self.batch)
+
+    def target_order(self, epoch: int) -> Tensor:
+        """The target samples of an epoch by step, int64 `(steps, batch)`: pass after pass, whatever an epoch's end."""
+        count, length = self.pools[1].count, self.steps * self.batch
+        first, last = epoch * length // count, ((epoch + 1) * length - 1) // count
+        passes = [shuffle(count, self.recipe.seed, turn, self.device, "target") for turn in range(first, last + 1)]
+        start = epoch * length - first * count
+        return torch.cat(passes)[start : start + length].view(self.steps, self.batch)
+
+    def orders(self, epoch: int) -> Tensor:
+        """The samples of every pool in an epoch by step, int64 `(steps, pools, batch)`."""
+        rows = [self.order(epoch)] if len(self.pools) == 1 else [self.order(epoch), self.target_order(epoch)]
+        return torch.stack(rows, dim=1)
+
+    def is_replicable(self) -> bool:
+        """Whether the network is one whose replicas we know to be the network itself, in training as well."""
+        parts = [getattr(self.net, part) for part in self.method.parts]
+        wanted = sum(1 for part in parts for _ in part.parameters())
+        return bool(self.net.card.architecture) and wanted == len(self.parameters)
+
+    def is_finite(self) -> bool:
+        """Whether all of the network's numbers are."""
+        tensors = [tensor for tensor in self.net.state_dict().values() if tensor.is_floating_point()]
+        return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that training changes, by name."""
+        state = {f"network/{name}": tensor.detach() for name, tensor in self.net.state_dict().items()}
+        return state | {f"momentum/{name}": tensor for name, tensor in self.momentum.items()}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Continue from a state; a `Trainer` is made afterwards.
+
+        Raises:
+            ValueError: A tensor is missing, unknown or has another shape; nothing was changed.
+        """
+        network, momentum = (
+            {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+            for prefix in ("network/", "momentum/")
+        )
+        own = self.net.state_dict()
+        for found, wanted in ((network, own), (momentum, self.parameters if momentum else {})):
+            for name in found.keys() | wanted.keys():
+                if name not in found or name not in wanted or found[name].shape != wanted[name].shape:
+                    raise ValueError(f"tensor {name!r} is missing, unknown or of another shape")
+        self.net.load_state_dict(network)
+        self.momentum = {name: tensor.to(self.device) for name, tensor in momentum.items()}
+
+    def describe(self, test: Pool | None) -> dict[str, Any]:
+        """What decides the result; two trainings that differ here do not share a folder."""
+        card = self.net.card
+        return {
+            "recipe": self.recipe.describe(),
+            "network": {
+                "architecture": card.architecture or type(self.net.encoder).__name__,
+                "classes": list(card.classes),
+                "mean": list(card.mean),
+                "std": list(card.std),
+                "augment": card.augment,
+                "start": hash_tensors(self.net.state_dict().values()),
+            },
+            **{name: pool.describe() for name, pool in zip(("data", "target"), self.pools, strict=False)},
+            "test": None if test is None else test.describe(),
+        }
+
+    @torch.no_grad()
+    def _try(self) -> tuple[int, tuple[int, ...]]:
+        """How many classes the network tells apart, and the shape of what it sees; finds out early whether all fits."""
+        example = self.pools[0].take(torch.zeros(1, dtype=torch.int64, device=self.device))
+        self.net.eval()
+        key = Draws.of(0, torch.zeros(1, dtype=torch.int64, device=self.device))
+        try:
+            example = self.augment(example, key.copies(1))[:, 0]
+            classes = self.net(example).shape[-1]
+            views, _ = self.task.views(example, key)
+            outputs = self.net.self_supervise(views).shape[-1]
+        except RuntimeError as error:
+            raise ValueError(f"The network does not take images of {self.pools[0].shape}: {error}") from None
+        if outputs != self.task.outputs:
+            raise ValueError(
+                f"The network's self-supervised branch has {outputs} outputs, "
+                f"the task {self.task.name!r} needs {self.task.outputs}."
+            )
+        return classes, tuple(example.shape[1:])
