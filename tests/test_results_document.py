@@ -29,7 +29,7 @@ from testtime.training import Recipe
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = (ROOT / findings.DOCUMENT).read_text(encoding="utf-8")
-FIGURES = sorted((ROOT / "docs").glob("cifar10-*.svg"))
+FIGURES = sorted(path for family in ("cifar10", "imagenette") for path in (ROOT / "docs").glob(f"{family}-*.svg"))
 PINNED = re.search(r"^matplotlib==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
 
 
@@ -174,7 +174,7 @@ def test_what_is_outside_the_interval_is_named() -> None:
     )
     four = make_table(4, original=8.5, gaussian_noise=47.0, fog=16.1, brightness=8.0)
     assert finding_differences._tell_constant({4: four, 5: five}, "fixed") == (
-        "JT outside at all five levels and to the same side: gaussian noise (+2.0 to +3.5)."
+        "JT outside at every level and to the same side: gaussian noise (+2.0 to +3.5)."
     )
     less = make_table(4, original=8.5, gaussian_noise=45.9, fog=16.1, brightness=8.0)
     assert finding_differences._tell_constant({4: less, 5: five}, "fixed").endswith("side: none.")
@@ -226,9 +226,9 @@ def test_figures_are_small_and_all_shown() -> None:
 
 @pytest.mark.skipif(PINNED is None or version("matplotlib") != PINNED[1], reason="another matplotlib draws otherwise")
 def test_figures_are_what_the_files_say(found: Findings) -> None:
-    """After new results: python -m testtime.report.findings; the streams need `--records`, and are not compared."""
+    """After new results: python -m testtime.report.findings."""
     drawn = findings.draw_figures(found)
-    assert {ROOT / path for path in drawn} == set(FIGURES) - {ROOT / findings.STREAMS}
+    assert {ROOT / path for path in drawn} == set(FIGURES)
     for path, drawing in drawn.items():
         words, numbers = plain(drawing.svg(inline=False))
         known, held = plain((ROOT / path).read_text(encoding="utf-8"))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,16 @@ import numpy as np
 
 from testtime.analysis.study import read_study
 from testtime.report.correlation import Joined, join
+from testtime.report.further import FOLDER, Part, read_parts, read_trainings
 from testtime.report.results import BASELINE, Results, Table, collect
 from testtime.report.sources import ResultsError
 from testtime.runs import Run, open_runs
 
-FOLDER = Path("results/cifar10")
 LEVELS, STANDARD, PART = FOLDER / "levels.json", FOLDER / "standard-level-5.json", FOLDER / "standard-levels-1-4.json"
 GRADIENTS, TRAINING = FOLDER / "correlations.json", FOLDER / "training-gn-joint.json"
 STAND_INS = FOLDER / "stand-ins.json"
+ROWS = {name: FOLDER / f"{name}.json" for name in ("baseline", "uda", "alp", "best")}
+"""Further methods on the same sets, where they are there."""
 PRECISIONS = {precision: FOLDER / f"precision-{precision}.json" for precision in ("fp32", "tf32", "bf16")}
 
 
@@ -31,7 +32,8 @@ class Findings:
     """What the files hold.
 
     Attributes:
-        results: `fixed` and `online` at every level, `episodic` at level 5, on all images.
+        results: `fixed` and `online` at every level, `episodic` at level 5, on all images; further methods where they
+            were run on all images.
         part: `fixed` and `episodic` at levels 1 to 4, on some of the images.
         training: The record of the network's training.
         study: The study of gradients.
@@ -39,6 +41,8 @@ class Findings:
         stand_ins: The same of a second study, on fewer images, which also has the balance of the predictions.
         stand_in_study: That study.
         precisions: `online` on a few sets, in each arithmetic.
+        parts: What was measured besides, by name; what was not run yet is missing.
+        trainings: The records of all trainings.
     """
 
     results: Results
@@ -49,6 +53,8 @@ class Findings:
     stand_ins: Mapping[str, Joined]
     stand_in_study: Mapping[str, Any]
     precisions: Mapping[str, Results]
+    parts: Mapping[str, Part]
+    trainings: Mapping[str, Mapping[str, Any]]
 
     @property
     def levels(self) -> dict[int, Table]:
@@ -57,8 +63,13 @@ class Findings:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """All runs."""
-        return (*self.results.runs, *self.part.runs)
+        """The runs of the main files: `fixed` and `online`, the standard version at level 5 and at the others."""
+        return (*self.results.runs[:2], *self.part.runs)
+
+    @property
+    def more(self) -> tuple[Run, ...]:
+        """The runs of further methods on the same images."""
+        return tuple(self.results.runs[2:])
 
 
 def read(root: Path = Path()) -> Findings:
@@ -74,9 +85,9 @@ def read(root: Path = Path()) -> Findings:
     results = read_whole(root)
     part = collect(open_runs(root / PART))
     _check_fixed(results.runs[0], (*results.runs[1:], *part.runs))
-    training = json.loads((root / TRAINING).read_text(encoding="utf-8"))
-    if not isinstance(training, dict) or not training.keys() >= {"configuration", "epochs", "seconds"}:
-        raise ResultsError(f"{root / TRAINING}: not the record of a training.")
+    trainings = read_trainings(root)
+    if "gn-joint" not in trainings:
+        raise ResultsError(f"{root / TRAINING} is missing.")
     gradients, stand_ins = (
         {
             "episodic": join(root / study, [root / STANDARD, root / PART]),
@@ -86,11 +97,22 @@ def read(root: Path = Path()) -> Findings:
     )
     studies = [read_study(root / study) for study in (GRADIENTS, STAND_INS)]
     precisions = {name: collect(open_runs(root / file)) for name, file in PRECISIONS.items()}
-    return Findings(results, part, training, studies[0], gradients, stand_ins, studies[1], precisions)
+    return Findings(
+        results,
+        part,
+        trainings["gn-joint"],
+        studies[0],
+        gradients,
+        stand_ins,
+        studies[1],
+        precisions,
+        read_parts(results.runs[:2], root),
+        trainings,
+    )
 
 
 def read_whole(root: Path = Path()) -> Results:
-    """Read the runs on all images: `fixed` and `online` at every level, `episodic` at level 5.
+    """Read the runs on all images: `fixed` and `online` at every level, `episodic` at level 5, what else is there.
 
     Args:
         root: The checkout.
@@ -98,7 +120,15 @@ def read_whole(root: Path = Path()) -> Results:
     Raises:
         ValueError: A file is missing or damaged, or they do not belong together.
     """
-    return collect([*open_runs(root / LEVELS), *open_runs(root / STANDARD)])
+    main = [*open_runs(root / LEVELS), *open_runs(root / STANDARD)]
+    more = [run for file in ROWS.values() if (root / file).exists() for run in open_runs(root / file)]
+    return collect([*main, *(run for run in more if _is_whole(run, main[0]))])
+
+
+def _is_whole(run: Run, main: Run) -> bool:
+    """Whether a run has as many images of each set as the main one."""
+    counts = {unit.set_name: len(unit.verdicts().samples) for unit in main.units}
+    return all(counts.get(unit.set_name) == len(unit.verdicts().samples) for unit in run.units)
 
 
 def by_level(results: Results) -> dict[int, Table]:

@@ -92,9 +92,19 @@ def fold(command: str) -> str:
     return " \\\n".join(lines)[1:]
 
 
+def commands(lines: Sequence[str]) -> str:
+    """Commands as a block of code."""
+    return "```sh\n" + "\n".join(fold(line) for line in lines) + "\n```"
+
+
 def signed(gap: float) -> str:
     """A difference in points with its sign."""
     return difference(gap, 0.0)
+
+
+def points(gap: float) -> str:
+    """A difference in points to two places, with its sign."""
+    return minus(f"{gap:+.2f}")
 
 
 def minus(text: str) -> str:

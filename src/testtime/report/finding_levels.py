@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from testtime.report.committed import PRECISIONS, Findings, by_level
 from testtime.report.documents import bullets, link, table, wrap
-from testtime.report.paper import PAPER_NAMES
+from testtime.report.paper import PAPER_NAMES, Measure
 from testtime.report.results import MEAN, ORIGINAL, Results, Table, column_title, method_title
 from testtime.report.run_tables import explain, markdown
 from testtime.report.sources import ResultsError
@@ -17,14 +17,16 @@ def tell_means(found: Findings) -> str:
     levels, part = found.levels, by_level(found.part)
     heads = ["error in %, mean over the corruptions", "original", *(f"level {level}" for level in levels)]
     rows = []
-    for method in ("fixed", "online"):
-        cells = [levels[5].rows[method][ORIGINAL], *(each.rows[method][MEAN] for each in levels.values())]
-        known = [
-            paper_value(levels[5], method, ORIGINAL),
-            *(paper_value(each, method, MEAN) for each in levels.values()),
+    for method in (name for name in levels[5].rows if name != "episodic"):
+        cells = [
+            levels[5].rows[method].get(ORIGINAL),
+            *(each.rows.get(method, {}).get(MEAN) for each in levels.values()),
         ]
-        rows.append([method_title(method), *(f"{cell.error:.1f}" for cell in cells)])
-        rows.append(["the paper's", *(f"{value:.1f}" for value in known)])
+        rows.append([method_title(method), *(f"{cell.error:.1f}" if cell else "" for cell in cells)])
+        places = [(levels[5], ORIGINAL), *((each, MEAN) for each in levels.values())]
+        known = [each.paper_value(method, column, "error") for each, column in places]
+        if any(known):
+            rows.append(["the paper's", *(f"{value:.1f}" if value else "" for value in known)])
     for method, title in (("fixed", "fixed (JT), TTT's images"), ("episodic", method_title("episodic"))):
         some = [f"{each.rows[method][MEAN].error:.1f} ‡" for each in part.values()]
         rows.append([title, _error(levels[5], method, ORIGINAL), *some, _error(levels[5], method, MEAN)])
@@ -32,21 +34,23 @@ def tell_means(found: Findings) -> str:
     rows.append(
         ["the paper's", f"{paper_value(levels[5], 'episodic', ORIGINAL):.1f}", *(f"{value:.1f}" for value in known)]
     )
-    half = max(each.rows[method][MEAN].half_width for each in levels.values() for method in each.rows)
-    wide = max(each.rows[method][MEAN].half_width for each in part.values() for method in each.rows)
+    half = max(row[MEAN].half_width for each in levels.values() for row in each.rows.values() if MEAN in row)
+    wide = max(row[MEAN].half_width for each in part.values() for row in each.rows.values())
     words = (
         f"{images_of(levels[5]):,} images of each set; ‡ the first {images_of(part[1]):,} of the shuffled order. The "
-        f"95% intervals of the means over images are ±{half:.1f} or less, on ‡ ±{wide:.1f} or less. One network, one "
-        "seed."
+        f"95% intervals of the means over images are ±{half:.1f} or less, on ‡ ±{wide:.1f} or less. One network"
+        f"{' of each kind' if found.more else ''}, one seed."
     )
     return f"{table(heads, rows)}\n\n{wrap(words)}"
 
 
 def tell_level(found: Findings, level: int) -> str:
     """The table of one level, as the paper prints it, and under level 5 what its signs mean."""
-    shown = show_table(found.results, found.levels[level])
+    one = found.levels[level]
+    shown = show_table(found.results, one)
     if level < 5:
-        return f"### Level {level}\n\n{shown}"
+        note = f"\n\n{wrap(one.paper.note)}" if one.paper is not None and one.paper.note and "alp" in one.rows else ""
+        return f"### Level {level}\n\n{shown}{note}"
     return f"{shown}\n\n{bullets([text.replace('*', chr(92) + '*') for text in explain(found.results, 'error')])}"
 
 
@@ -91,9 +95,9 @@ def tell_precisions(found: Findings) -> str:
     return f"{table(['error in %', *(column_title(column) for column in columns)], rows)}\n\n{wrap(words)}"
 
 
-def show_table(results: Results, one: Table) -> str:
+def show_table(results: Results, one: Table, measure: Measure = "error") -> str:
     """A table as the paper prints it, the paper's values beside."""
-    text = markdown(replace(results, tables=(one,)), "error", paper=True)
+    text = markdown(replace(results, tables=(one,)), measure, paper=True)
     return "\n".join(line for line in text.splitlines() if line.startswith("|"))
 
 

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from testtime.report.committed import GRADIENTS, LEVELS, PART, STANDARD, TRAINING, Findings
-from testtime.report.documents import bullets, fold, link, table, wrap
+from testtime.networks import load, shipped
+from testtime.report.committed import GRADIENTS, LEVELS, PART, ROWS, STANDARD, TRAINING, Findings
+from testtime.report.documents import bullets, commands, link, table, wrap
+from testtime.report.further import FOLDER, TRAININGS
 from testtime.report.paper import PAPER_NAMES
 from testtime.report.results import BASELINE, method_title
 from testtime.runs import Run
+from testtime.training import Recipe
 
 
 def tell_runs(found: Findings) -> str:
@@ -21,8 +24,10 @@ def tell_runs(found: Findings) -> str:
     shape = network["architecture"]
     first = found.results.runs[0]
     versions, hardware = first.about["versions"], first.about["hardware"]
-    settings = {name: run.configuration["methods"][name]["settings"] for run in found.runs for name in _adapting(run)}
-    undone = sum(unit.about["counts"]["rolled_back"] for run in found.runs for unit in run.units)
+    every = (*found.runs, *found.more)
+    methods = {name: held for run in every for name, held in run.configuration["methods"].items() if name != BASELINE}
+    undone = sum(unit.about["counts"]["rolled_back"] for run in every for unit in run.units)
+    chosen = "; those of `best` were chosen on level 3, which it is not shown on" if "best" in methods else ""
     arithmetic = "bfloat16" if recipe["bf16"] else "float32"
     texts = [
         f"**Network**: ResNet-{shape['depth']}, {shape['norm'].capitalize()} Normalization, trained jointly on the "
@@ -31,14 +36,16 @@ def tell_runs(found: Findings) -> str:
         f"{' and '.join(map(str, recipe['drops']))}, momentum {recipe['momentum']:g}, weight decay "
         f"{recipe['weight_decay']:g}, {arithmetic}, seed {recipe['seed']}. It ships as `cifar10-resnet26-gn-joint` "
         f"(fingerprint {first.configuration['networks']['joint']['fingerprint']}).",
-        *(_tell_settings(name, held) for name, held in settings.items()),
+        *(tell_settings(name, held["settings"]) for name, held in methods.items() if held["mode"] != "fixed"),
         f"The guard, which the paper does not have, undid {undone or 'none'} of their updates.",
+        *(_tell_network(name, methods[name], found) for name in ("plain", "alp", "uda") if name in methods),
         f"**`fixed`** was run once, on all images; in {link(STANDARD)} and {link(PART)} its answers are those of "
         f"{link(LEVELS)} on the same images.",
         "**No choice on the test set**: the settings are those of the paper and of its authors' program, which updates "
-        "the rotation branch as well, but for the arithmetic. The test error was recorded after each epoch of training "
-        f"and used for nothing: it was lowest after epoch {lowest['epoch']} ({100 * lowest['test_error']:.2f}%), and "
-        f"the network that ships is that of the last epoch ({100 * epochs[-1]['test_error']:.2f}%).",
+        f"the rotation branch as well, but for the arithmetic{chosen}. The test error was recorded after each "
+        f"epoch of training and used for nothing: it was lowest after epoch {lowest['epoch']} "
+        f"({100 * lowest['test_error']:.2f}%), and the network that ships is that of the last epoch "
+        f"({100 * epochs[-1]['test_error']:.2f}%).",
         f"**Order**: every set is shuffled once by the seed, {first.about['seeds'][0]}.",
         f"**Hardware and software**: one {hardware['device']}, {hardware['processor']}, torch {versions['torch']}, "
         f"numpy {versions['numpy']}, Python {versions['python']}, testtime {versions['testtime']}.",
@@ -52,6 +59,12 @@ def tell_runs(found: Findings) -> str:
             for path, run in zip((LEVELS, STANDARD, PART), found.runs, strict=True)
             for name in (("fixed", "online") if path == LEVELS else ("episodic",))
         ),
+        *(
+            _tell_time(name, FOLDER / run.path.parent.name, run)
+            for run in found.more
+            for name in run.configuration["methods"]
+            if name not in ("fixed", "online", "episodic")
+        ),
         ["gradients of both tasks", link(GRADIENTS), f"{count:,}", f"{seconds:.0f}", f"{count / seconds:,.0f}"],
     ]
     notes = (
@@ -62,15 +75,34 @@ def tell_runs(found: Findings) -> str:
     return f"{bullets(texts)}\n\n{timed}\n\n{wrap(notes)}"
 
 
-def _tell_settings(name: str, held: Mapping[str, Any]) -> str:
+def tell_settings(name: str, held: Mapping[str, Any]) -> str:
+    """How a method learns."""
     parts = {"encoder+ssl": "the encoder and the rotation branch", "encoder": "the encoder"}
     steps = f"{held['steps']} step{'' if held['steps'] == 1 else 's'}"
-    gate = "no threshold" if held["threshold"] == 1 else f"threshold {held['threshold']:g}"
+    gate = "no threshold" if held["threshold"] == 1 else f"threshold {held['threshold']}"
+    mirrored = "; answers for the image and its mirror image together" if held.get("mirrored") else ""
+    known = f" ({PAPER_NAMES[name]})" if name in PAPER_NAMES else ""
     return (
-        f"**`{name}`** ({PAPER_NAMES[name]}): {steps} of {held['optimizer']} an image, learning rate {held['lr']:g}, "
+        f"**`{name}`**{known}: {steps} of {held['optimizer']} an image, learning rate {held['lr']:g}, "
         f"{held['copies']} copies, `{held['augment']}`, `{held['task']}`; updates "
-        f"{parts.get(held['update'], held['update'])}; {gate}; computed in {held['precision']}."
+        f"{parts.get(held['update'], held['update'])}; {gate}{mirrored}; computed in {held['precision']}."
     )
+
+
+def _tell_network(name: str, held: Mapping[str, Any], found: Findings) -> str:
+    """Which network a method that learns nothing is."""
+    words = {
+        "plain": "the same network trained on the classes alone",
+        "alp": "the same network trained on the classes with adversarial logit pairing",
+        "uda": "for each set a network trained jointly that also saw the set's unlabelled images in training",
+    }
+    marks = next(
+        run.configuration["networks"][held["network"]]["fingerprint"]
+        for run in found.more
+        if name in run.configuration["methods"]
+    )
+    mark = f" (fingerprint {marks})" if isinstance(marks, str) else ""
+    return f"**`{name}`** ({PAPER_NAMES[name]}): {words[name]}{mark}; it learns nothing when tested."
 
 
 def _tell_time(name: str, path: Path, run: Run) -> list[str]:
@@ -83,21 +115,88 @@ def _tell_time(name: str, path: Path, run: Run) -> list[str]:
 
 def tell_commands(found: Findings) -> str:
     """The commands that repeat it."""
-    recipe = found.training["configuration"]["recipe"]
-    bf16 = " --bf16" if recipe["bf16"] else ""
-    folders = [run.about["command"].split(" --out ")[1] for run in found.runs]
-    lines = [
-        'testtime corrupt "$TESTTIME_DATA" "$TESTTIME_DATA/CIFAR-10-C" --all --seed 0 --frost frost/',
-        f"testtime train --data cifar10 --method {recipe['method']} --seed {recipe['seed']}{bf16} --out runs/joint",
-        *(run.about["command"] for run in found.runs),
-        "python -m testtime.analysis --checkpoint cifar10-resnet26-gn-joint --data cifar10-c --device cuda "
-        "--out correlations.json",
-        f"testtime correlate correlations.json {folders[0]} --out correlation/online",
-        f"testtime correlate correlations.json {folders[1]} {folders[2]} --out correlation/standard",
-        f"testtime report {folders[0]} {folders[1]} --paper --out report",
-    ]
-    return "```sh\n" + "\n".join(fold(line) for line in lines) + "\n```"
+    folders = [run.about["command"].split(" --out ")[1].split()[0] for run in found.runs]
+    more = [run for run in found.more if run.path.parent.name != ROWS["best"].name]  # it has a part of its own
+    return commands(
+        [
+            'testtime corrupt "$TESTTIME_DATA" "$TESTTIME_DATA/CIFAR-10-C" --all --seed 0 --frost frost/',
+            _training_command("joint", found.training),
+            *(run.about["command"] for run in (*found.runs, *more)),
+            "python -m testtime.analysis --checkpoint cifar10-resnet26-gn-joint --data cifar10-c --device cuda "
+            "--out correlations.json",
+            f"testtime correlate correlations.json {folders[0]} --out correlation/online",
+            f"testtime correlate correlations.json {folders[1]} {folders[2]} --out correlation/standard",
+            f"testtime report {folders[0]} {folders[1]} --paper --out report",
+        ]
+    )
 
 
-def _adapting(run: Run) -> list[str]:
-    return [name for name in run.configuration["methods"] if name != BASELINE]
+def tell_trainings(found: Findings) -> str:
+    """Every training: how long, how good, where its network is."""
+    rows, lines = [], []
+    kept = {name: load(name).card.record for name in shipped()}
+    targets = [name for name in found.trainings if name.startswith("uda ")]
+    for name, record in found.trainings.items():
+        recipe, network = record["configuration"]["recipe"], record["configuration"]["network"]
+        shape, last = network["architecture"], record["epochs"][-1]
+        place = next((key for key, known in kept.items() if known and _is_same(known, record)), None)
+        error = last.get("test_error")
+        rows.append(
+            [
+                f"{shape['name'].replace('resnet', 'ResNet-')}, {shape['norm'].capitalize()} Normalization",
+                recipe["method"] + (f" for {name.removeprefix('uda ')}" if name in targets else ""),
+                str(recipe["epochs"]),
+                str(recipe["seed"]),
+                f"{record['seconds']:,.0f}",
+                "" if error is None else f"{100 * error:.2f}",
+                f"`{place}`" if place else "",
+                link(TRAININGS["uda" if name in targets else name]),
+            ]
+        )
+        if record["configuration"]["data"]["name"] == "cifar10" and name != "gn-joint" and name not in targets[1:]:
+            lines.append(_training_command("uda" if name in targets else name, record))
+    heads = ["network", "method", "epochs", "seed", "seconds", "last test error in %", "ships as", "file"]
+    words = (
+        f"Every training is on one {found.training['hardware']['device']}, with a test after each epoch that nothing "
+        "was chosen by; the network kept is that of the last epoch."
+    )
+    if len(targets) > 1:
+        words += f" The command for UDA-SS is that for the first of its {len(targets)} sets."
+    shown = [table(heads, rows), wrap(words), *([commands(lines)] if lines else [])]
+    return "\n\n".join(shown)
+
+
+def _is_same(known: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
+    """Whether a network's own record is that of a training."""
+    return known["configuration"] == record["configuration"] and known["epochs"][-1] == record["epochs"][-1]
+
+
+def _training_command(name: str, record: Mapping[str, Any]) -> str:
+    held = record["configuration"]
+    recipe, norm = held["recipe"], held["network"]["architecture"]["norm"]
+    words = [f"testtime train --data {held['data']['name']} --method {recipe['method']}"]
+    words += ["--norm batch"] if norm == "batch" else []
+    words += [f"--target {held['target']['name']}"] if recipe["method"] == "uda" else []
+    words += [f"--epochs {recipe['epochs']}"] if recipe["epochs"] != Recipe.cifar(norm).epochs else []
+    words += [f"--seed {recipe['seed']}", *(["--bf16"] if recipe["bf16"] else []), f"--out runs/{name}"]
+    return " ".join(words)
+
+
+def tell_missing(found: Findings) -> str:
+    """What has not been measured."""
+    rows = {"plain": "Object recognition alone (B)", "uda": "UDA-SS", "alp": "ALP"}
+    parts = {
+        "batch norm": "Batch Normalization",
+        "gradual": "The gradual shift",
+        "fast": "The fast variant",
+        "threshold": "The threshold",
+        "steps": "Other numbers of steps and copies",
+        "best": "Settings other than the paper's",
+        "seeds": "Several training seeds: every number here is of one network",
+        "photographs": "Photographs",
+    }
+    seen = set(found.levels[5].rows)
+    missing = [words for name, words in rows.items() if name not in seen]
+    missing += [words for name, words in parts.items() if name not in found.parts]
+    last = ["CIFAR-10.1, VID-Robust, and anything on the whole ImageNet", "The published CIFAR-10-C arrays"]
+    return bullets([f"{words}." for words in (*missing, *last)])

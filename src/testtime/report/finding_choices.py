@@ -1,0 +1,170 @@
+"""Other networks and other settings in the document of results: training seeds, and the preset `best`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from testtime.report.committed import Findings, by_level
+from testtime.report.documents import bullets, points, table, wrap
+from testtime.report.finding_levels import images_of, show_table
+from testtime.report.finding_runs import tell_settings
+from testtime.report.finding_streams import tell_original
+from testtime.report.finding_variants import tell_absence, tell_origin
+from testtime.report.further import Part, compare, seconds_an_image
+from testtime.report.paper import PAPER_NAMES
+from testtime.report.results import MEAN, ORIGINAL, Results, Table, column_title, method_title
+from testtime.report.sources import compare_methods
+from testtime.report.statistics import spread
+
+BEST = "best"
+
+
+def tell_seeds(found: Findings) -> str:
+    """JT and TTT-Online of networks trained with other seeds."""
+    part = found.parts.get("seeds")
+    if part is None:
+        return tell_absence("seeds")
+    top = by_level(part.results)[5]
+    texts = []
+    for method in ("fixed", "online"):
+        means = _means(part.results, top, method)
+        known = top.paper_value(method, MEAN, "error")
+        texts.append(
+            f"{PAPER_NAMES[method]}: the means over the corruptions are {', '.join(f'{mean:.2f}' for mean in means)}, "
+            f"standard deviation {spread(means) or 0:.2f}; the paper's {known:.2f}."
+        )
+        cells = [(top.rows[method][column].spread or 0.0, column) for column in top.shifted]
+        widest = sorted(cells, reverse=True)[:3]
+        beyond = [
+            column_title(column)
+            for column in top.shifted
+            if (value := top.paper_value(method, column, "error")) is not None
+            and abs(top.rows[method][column].error - value) > 2 * (top.rows[method][column].spread or 0.0)
+        ]
+        texts.append(
+            f"{PAPER_NAMES[method]}: the networks differ most on "
+            f"{', '.join(f'{column_title(column)} ({value:.1f})' for value, column in widest)}; further than twice the "
+            f"standard deviation from the paper's: {', '.join(beyond) or 'none'}."
+        )
+    if ORIGINAL in top.columns:
+        texts.append(f"{tell_original(part.results)} These are TTT-Online minus JT.")
+    seeds = [found.trainings[name]["configuration"]["recipe"]["seed"] for name in _trained(found)]
+    words = (
+        f"s is the standard deviation over {top.rows['fixed'][MEAN].repetitions} networks, the one of the other tables "
+        f"and those of training seeds {', '.join(map(str, seeds)) or 'not recorded'}; numbers are their means, on "
+        f"{images_of(top):,} images of each set."
+    )
+    return f"{show_table(part.results, top)}\n\n{wrap(words)}\n\n{bullets(texts)}\n\n{tell_origin(part)}"
+
+
+def _trained(found: Findings) -> list[str]:
+    return [name for name in found.trainings if name.startswith("seed-")]
+
+
+def _means(results: Results, top: Table, method: str) -> list[float]:
+    """The mean over the corruptions for each network."""
+    sets = [results.sources[method, top.set_name(column)] for column in top.shifted]
+    return [
+        100 - 100 * float(np.mean([sources[place].unit.verdicts().right.mean() for sources in sets]))
+        for place in range(len(sets[0]))
+    ]
+
+
+def tell_best(found: Findings) -> str:
+    """The preset beside the paper's settings, on the levels it was not chosen on, and how it was chosen."""
+    part, tuning = found.parts.get("best"), found.parts.get("tuning")
+    told = [tell_absence("best") if part is None else _tell_preset(part)]
+    told.append("### How it was chosen")
+    told.append(tell_absence("tuning") if tuning is None else _tell_candidates(tuning, part))
+    return "\n\n".join(told)
+
+
+def _tell_preset(part: Part) -> str:
+    results, levels = part.results, by_level(part.results)
+    rows, texts = [], [tell_settings(BEST, part.runs[0].configuration["methods"][BEST]["settings"])]
+    first = next(iter(levels.values()))
+    for method in ("fixed", "online", BEST):
+        cells = [first.rows[method].get(ORIGINAL), *(each.rows[method].get(MEAN) for each in levels.values())]
+        rows.append([method_title(method), *("" if cell is None else f"{cell.error:.2f}" for cell in cells)])
+    below = every = 0
+    for level, each in levels.items():
+        sets = [column for column in each.shifted if column in each.rows[BEST]]
+        gap, ends = compare(results, BEST, "online", [each.set_name(column) for column in sets])
+        gaps = {column: each.rows[BEST][column].error - each.rows["online"][column].error for column in sets}
+        below, every = below + sum(value < 0 for value in gaps.values()), every + len(sets)
+        worst = max(gaps, key=lambda column: gaps[column])
+        texts.append(
+            f"Level {level}: {points(gap)} from `online` (95% {points(ends.low)} to {points(ends.high)}, paired); "
+            f"least gain or most loss on {column_title(worst)} ({points(gaps[worst])})."
+        )
+    if ORIGINAL in first.rows[BEST]:
+        gap, ends = compare(results, BEST, "online", [first.set_name(ORIGINAL)])
+        base, low_high = compare(results, BEST, "fixed", [first.set_name(ORIGINAL)])
+        texts.append(
+            f"Original set: {points(gap)} from `online` (95% {points(ends.low)} to {points(ends.high)}), "
+            f"{points(base)} from `fixed` ({points(low_high.low)} to {points(low_high.high)})."
+        )
+    cost = seconds_an_image(results.runs, BEST) / seconds_an_image(results.runs, "online")
+    texts.append(
+        f"It is below `online` on {below} of {every} corrupted sets and takes {cost:.2f} times its time, as the runs "
+        "were timed."
+    )
+    heads = ["error in %, mean over the corruptions", "original", *(f"level {level}" for level in levels)]
+    words = f"{images_of(first):,} images of each set."
+    return f"{table(heads, rows)}\n\n{wrap(words)}\n\n{bullets(texts)}\n\n{tell_origin(part)}"
+
+
+def _tell_candidates(tuning: Part, best: Part | None) -> str:
+    """Every candidate, and which was taken: the one with the preset's settings."""
+    shown, runs = tuning.results.tables[0], tuning.results.runs
+    column = MEAN if MEAN in shown.columns else shown.shifted[0]
+    methods = {name: held for run in runs for name, held in run.configuration["methods"].items()}
+    preset = best.runs[0].configuration["methods"][BEST] if best is not None else None
+    taken = [name for name, held in methods.items() if preset is not None and _is_same(held, preset)]
+    learning = {name: held["settings"] for name, held in methods.items() if held["mode"] != "fixed"}
+    keys = _varying(list(learning.values()))
+    rows = []
+    for name in sorted(shown.rows, key=lambda name: shown.rows[name][column].error):
+        cell, held = shown.rows[name][column], learning.get(name, {})
+        rows.append(
+            [
+                f"`{name}`{' (taken)' if name in taken else ''}",
+                *(_value(held.get(key)) for key in keys),
+                f"{cell.error:.2f}",
+                f"{cell.half_width:.2f}",
+                f"{1000 * seconds_an_image(runs, name):.2f}",
+            ]
+        )
+    names = ", ".join(column_title(name) for name in shown.shifted)
+    words = f"{shown.title}: {images_of(shown):,} images of each of {len(shown.shifted)} sets ({names})."
+    if preset is None:
+        words += " Which of them became the preset is said once the preset has been run."
+    elif not taken:
+        words += " None of them has the settings of the preset that was run."
+    else:
+        lowest = rows[0][0].removesuffix(" (taken)").strip("`")
+        words += f" Taken: {', '.join(f'`{name}`' for name in taken)}, "
+        words += "the lowest of all." if lowest in taken else f"not the lowest, which is `{lowest}`."
+    heads = ["candidate", *(f"`{key}`" for key in keys), "mean error in %", "± 95%", "ms an image"]
+    return f"{table(heads, rows)}\n\n{wrap(words)}\n\n{tell_origin(tuning)}"
+
+
+def _is_same(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    """Whether two methods are the same but for the arithmetic and the name of the network."""
+    held = [{"mode": each["mode"], "settings": dict(each["settings"]) | {"precision": "any"}} for each in (one, two)]
+    return not compare_methods({"one": held[0]}, {"one": held[1]})
+
+
+def _varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings in which some methods differ."""
+    keys = dict.fromkeys(key for held in settings for key in held)
+    return [key for key in keys if len({str(held.get(key)) for held in settings}) > 1]
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:g}" if isinstance(value, float) else f"`{value}`" if isinstance(value, str) else str(value)

@@ -1,0 +1,158 @@
+"""What was measured besides the levels of CIFAR-10-C: committed files that are read where they are there.
+
+Each is a part of the document by itself, mostly beside methods of the main files on the same images. A part whose files
+are missing was not run yet, and the document says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from testtime.report.results import Results, collect
+from testtime.report.sources import ResultsError, read_verdicts
+from testtime.report.statistics import Interval, bootstrap_means, interval_of
+from testtime.runs import Run, open_runs
+from testtime.runs.units import Verdicts
+
+FOLDER, PICTURES = Path("results/cifar10"), Path("results/imagenette")
+
+FILES: Mapping[str, tuple[Path, ...]] = {
+    "batch norm": (FOLDER / "batch-norm.json",),
+    "gradual": (FOLDER / "gradual.json", FOLDER / "gradual-uda.json"),
+    "fast": (FOLDER / "fast.json",),
+    "threshold": (FOLDER / "threshold.json",),
+    "steps": (FOLDER / "steps.json",),
+    "seeds": (FOLDER / "seed-1.json", FOLDER / "seed-2.json"),
+    "best": (FOLDER / "best.json",),
+    "tuning": (FOLDER / "tuning.json",),
+    "photographs": (PICTURES / "level-5.json",),
+}
+"""The files of each part."""
+
+TRAININGS: Mapping[str, Path] = {
+    **{
+        name: FOLDER / f"training-{name}.json"
+        for name in ("gn-joint", "gn-plain", "gn-alp", "bn-joint", "bn-plain", "seed-1", "seed-2", "uda")
+    },
+    **{f"imagenette-{name}": PICTURES / f"training-{name}.json" for name in ("joint", "plain")},
+}
+"""The records of trainings; that of `uda` has one for each test set."""
+
+_BESIDE: Mapping[str, tuple[str, ...]] = {
+    "fast": ("fixed", "episodic"),
+    "threshold": ("fixed", "episodic"),
+    "steps": ("fixed",),
+    "seeds": ("fixed", "online"),
+    "best": ("fixed", "online"),
+}
+"""The methods of the main files that a part is compared with."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the document that has its own files.
+
+    Attributes:
+        results: What its files hold, and what they are compared with, on the same images.
+        files: The files that are there.
+        runs: Their runs.
+    """
+
+    results: Results
+    files: tuple[Path, ...]
+    runs: tuple[Run, ...]
+
+
+def read_parts(main: Sequence[Run], root: Path = Path()) -> dict[str, Part]:
+    """Read the files that are there.
+
+    Args:
+        main: The runs of the main files, whose methods stand beside.
+        root: The checkout.
+
+    Raises:
+        ValueError: A file is damaged, or does not belong to the others.
+    """
+    parts: dict[str, Part] = {}
+    for name, files in FILES.items():
+        there = tuple(file for file in files if (root / file).exists())
+        if not there:
+            continue
+        own = [run for file in there for run in open_runs(root / file)]
+        beside = [restrict(run, own, _BESIDE.get(name, ())) for run in main]
+        parts[name] = Part(collect([*(run for run in beside if run.units), *own]), there, tuple(own))
+    return parts
+
+
+def restrict(run: Run, others: Sequence[Run], methods: Sequence[str]) -> Run:
+    """Some methods of a run on the sets and the images that other runs have."""
+    seen = {unit.set_name: unit.verdicts().samples for other in others for unit in other.units}
+    units = []
+    for unit in run.units:
+        if unit.method in methods and unit.set_name in seen:
+            held = unit.verdicts()
+            keep = np.isin(held.samples, seen[unit.set_name])
+            units.append(replace(unit, held=Verdicts(*(column[keep] for column in held))))
+    return replace(run, units=units)
+
+
+def read_trainings(root: Path = Path()) -> dict[str, Mapping[str, Any]]:
+    """The records of trainings that are there, by name; those of UDA-SS as `uda SET`.
+
+    Raises:
+        ResultsError: A file holds something else.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, file in TRAININGS.items():
+        if not (root / file).exists():
+            continue
+        try:
+            held = json.loads((root / file).read_text(encoding="utf-8"))
+            records = {f"uda {key}": one for key, one in held.items()} if name == "uda" else {name: held}
+            if not all(record["seconds"] > 0 and record["epochs"] for record in records.values()):
+                raise ValueError("nothing was trained")
+            methods = {record["configuration"]["recipe"]["method"] for record in records.values()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ResultsError(f"{root / file}: not the record of a training ({error}).") from None
+        if name == "uda" and methods != {"uda"}:
+            raise ResultsError(f"{root / file}: not records of UDA-SS.")
+        found |= records
+    return found
+
+
+def seconds_an_image(runs: Sequence[Run], method: str) -> float:
+    """What an image cost a method, over all its units."""
+    units = [unit for run in runs for unit in run.units if unit.method == method]
+    return sum(unit.seconds for unit in units) / sum(unit.about["counts"]["images"] for unit in units)
+
+
+def compare(results: Results, one: str, two: str, names: Sequence[str]) -> tuple[float, Interval]:
+    """By how many points one method's error is above another's on the same images, mean over some sets.
+
+    Args:
+        results: Results that have both.
+        one: A method.
+        two: The other.
+        names: The sets; their images are resampled together.
+
+    Returns:
+        The difference, and its 95% interval over images.
+
+    Raises:
+        ResultsError: The sets are of different images.
+    """
+    gaps, samples = [], None
+    for name in names:
+        first, second = (read_verdicts((method, name), results.sources[method, name]) for method in (one, two))
+        if samples is not None and not np.array_equal(samples, first.samples):
+            raise ResultsError(f"{name} is of other images than {names[0]}.")
+        samples = first.samples
+        gaps.append(100 * (second.share - first.share))
+    gap = np.mean(gaps, axis=0)
+    return float(gap.mean()), interval_of(bootstrap_means(gap[:, None])[:, 0])
