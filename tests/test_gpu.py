@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from testtime import Episodic, Fixed, Online, Prediction, ResizedCropFlip, Rotation, YNet, resnet26
-from testtime.capture import Captured, arithmetic
+from testtime.capture import Captured, arithmetic, check_precision
+from testtime.networks.replicas import Replicas
 from testtime.randomness import Draws
 from testtime.streams import Streams
 from testtime.training import Recipe, Trainer, train
@@ -116,13 +117,11 @@ def adapters() -> dict[str, Callable[[YNet], Any]]:
 
 
 def be_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `run` take every step by itself."""
+    """Let every step be taken by itself."""
     import testtime.adapt
 
-    monkeypatch.setattr(testtime.adapt, "run", testtime.adapt.episode)
-    import testtime.streams
-
-    monkeypatch.setattr(testtime.streams, "run", testtime.adapt.episode)
+    for name in ("replay", "replay_each"):
+        monkeypatch.setattr(testtime.adapt, name, lambda *given: None)
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
@@ -139,6 +138,88 @@ def test_a_replayed_graph_is_the_eager_step(name: str, norm: str, monkeypatch: p
         for field in fields(Prediction):
             a, b = getattr(call, field.name).float(), getattr(expected, field.name).float()
             assert torch.allclose(a, b, atol=tolerance, rtol=tolerance), (seed, field.name)
+
+
+def bytes_(count: int, seed: int = 0) -> Tensor:
+    return (pictures(count, seed=seed) * 255).to(torch.uint8).cuda()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("update", ["encoder", "encoder+ssl"])
+def test_a_stream_of_many_images_is_one_image_after_another(update: Any, precision: Any) -> None:
+    """More of them than a graph takes at a time; bit for bit, whatever the calls."""
+    net = network(depth=8).cuda()
+    whole, single, parts = (Online(net, copies=4, update=update, precision=precision) for _ in range(3))
+    answers = whole.predict(bytes_(70))
+    alone = Prediction.join([single.predict(bytes_(70)[[n]]) for n in range(70)])
+    pieces = Prediction.join([parts.predict(piece) for piece in bytes_(70).split([3, 60, 7])])
+    for field in fields(Prediction):
+        assert torch.equal(getattr(answers, field.name), getattr(alone, field.name)), field.name
+        assert torch.equal(getattr(answers, field.name), getattr(pieces, field.name)), field.name
+    assert (answers.logits - answers.logits_before).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_streams_on_the_gpu_are_onlines(count: int, norm: str) -> None:
+    """Twelve streams have their gradients summed in other blocks than a few."""
+    net = network(norm, depth=8).cuda()
+    together, alone = Streams(net, count, copies=8, lr=0.01), [Online(net, copies=8, lr=0.01) for _ in range(count)]
+    for step in range(10):
+        images = bytes_(count, seed=step)
+        answers = together.predict(images)
+        expected = torch.cat([alone[stream](images[[stream]]) for stream in range(count)])
+        assert torch.allclose(answers.logits, expected, atol=1e-4, rtol=1e-4), step
+    assert together.adapted == 10 * count
+
+
+def test_a_stream_gone_wrong_leaves_the_others_bit_for_bit() -> None:
+    net = network(depth=8).cuda()
+    for precision in ("fp32", "bf16"):
+        broken, whole = (Streams(net, 3, copies=8, precision=precision) for _ in range(2))  # type: ignore[arg-type]
+        images = pictures(3).cuda()
+        bad = images.clone()
+        bad[1] = float("nan")
+        answers, expected = broken.predict(bad), whole.predict(images)
+        assert answers.rolled_back.tolist() == [False, True, False]
+        assert torch.equal(answers.logits[[0, 2]], expected.logits[[0, 2]])
+        for _ in range(2):
+            answers = broken.predict(images[[0, 2]], streams=torch.tensor([0, 2]))
+            expected = whole.predict(images[[0, 2]], streams=torch.tensor([0, 2]))
+            assert torch.equal(answers.logits, expected.logits)
+
+
+def test_streams_of_bytes_wait_for_nothing() -> None:
+    streams, images = Streams(network(depth=8).cuda(), 2, copies=4), bytes_(2)
+    streams.predict(images)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        streams.predict(images)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert streams.seen == 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize(("norm", "count"), [("group", 1), ("group", 3), ("group", 12), ("batch", 2)])
+def test_gathered_gradients_are_those_of_autograd(norm: str, count: int, precision: Any) -> None:
+    with arithmetic(precision, torch.device("cuda")):
+        replicas = Replicas(network(norm).cuda(), count, ("encoder", "ssl"), dtype=check_precision(precision))
+        for parameter in replicas.parameters(("encoder", "ssl")).values():
+            parameter.requires_grad_(True)
+        views = pictures(4 * count).cuda().unflatten(0, (count, 4))
+
+        def loss() -> Tensor:
+            return replicas.self_supervise(views).float().square().sum()
+
+        found = [replicas.gradient(loss)[1] for _ in range(2)]
+        replicas._gathering = None
+        expected = replicas.gradient(loss)[1]
+    assert torch.equal(*found)
+    assert relative(found[0], expected) < 1e-5
+    assert not found[0][
+        :, sum(tensor[0].numel() for tensor in replicas.parameters(("encoder", "ssl")).values()) :
+    ].any()
 
 
 def test_answers_of_a_graph_are_not_overwritten_by_the_next() -> None:
@@ -211,7 +292,7 @@ def test_training_from_a_graph_is_training_step_by_step(
     norm: Any, method: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = replace(SHORT, method=method)
-    target = {"target": pictures(40).cuda()} if method == "uda" else {}
+    target: dict[str, Any] = {"target": pictures(40).cuda()} if method == "uda" else {}
     replayed = learn_some(norm, recipe, **target)
     monkeypatch.setattr(Trainer, "_replica_fits", lambda self: False)
     monkeypatch.setattr(Trainer, "_record", lambda self, inputs: None)

@@ -230,7 +230,7 @@ def test_states_of_another_count_or_kind_are_refused_and_change_nothing(tmp_path
     ("images", "chosen", "said"),
     [
         (pictures(0), torch.tensor([0, 1]), r"`streams` must be 3 integers, got torch.int64 \(2,\)"),
-        (pictures(0, 2), None, "`streams` must be 2 integers"),
+        (pictures(0, 2), None, "`images` must be one for each of the 3 streams, got 2"),
         (pictures(0), torch.tensor([0, 1, 1]), r"`streams` must be different numbers from 0 to 2, got \[0, 1, 1\]"),
         (pictures(0), torch.tensor([0, 1, 3]), r"`streams` must be different numbers from 0 to 2, got \[0, 1, 3\]"),
         (pictures(0), torch.tensor([0, -1, 1]), "`streams` must be different numbers"),

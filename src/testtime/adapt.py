@@ -26,7 +26,6 @@ import copy
 import json
 import logging
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -41,12 +40,13 @@ from testtime import augment as augmentations
 from testtime import tasks
 from testtime.augment import CropFlip
 from testtime.calibrate import fastest
-from testtime.capture import Captured, Precision, arithmetic, check_precision
+from testtime.capture import Precision, arithmetic, check_precision
 from testtime.learner import Learner, Settings, is_rowwise, load_learner, save_learner
 from testtime.networks.replicas import Replicas
 from testtime.networks.ynet import YNet
 from testtime.prediction import Prediction
 from testtime.randomness import Draws, has_triton
+from testtime.recording import replay, replay_each
 from testtime.storage import pack_text, unpack_text, whole_file
 from testtime.tasks import Rotation, Task
 
@@ -192,26 +192,19 @@ def gate(confidence: Tensor, threshold: float) -> Tensor:
 
 
 def run(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -> Prediction:
-    """`episode`, on CUDA replayed from a graph that is recorded when images of a new shape first come."""
-    if not images.is_cuda or learner.eager:
-        return episode(learner, images, samples, active)
-    key = (*images.shape, images.dtype)
-    if key not in learner.graphs:
+    """`episode`, on CUDA replayed from a graph."""
+    answers = replay(learner, episode, images, samples, active)
+    return episode(learner, images, samples, active) if answers is None else answers
 
-        def answers(*inputs: Tensor) -> tuple[Tensor, ...]:
-            prediction = episode(learner, *inputs)
-            return tuple(getattr(prediction, f.name) for f in fields(Prediction))
 
-        good = learner.snapshot()
-        try:
-            learner.graphs[key] = Captured(answers, images, samples, active)
-        except RuntimeError as error:
-            learner.eager = True
-            warnings.warn(f"CUDA graph capture failed, going on without it: {error}", stacklevel=2)
-        learner.restore(good, torch.ones_like(active))
-        if learner.eager:
-            return episode(learner, images, samples, active)
-    return Prediction(*learner.graphs[key](images, samples, active))
+def run_each(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
+    """`run` for images `(N, C, H, W)` of a single replica, one after another; samples `(N,)`."""
+    answers = replay_each(learner, episode, images, samples)
+    if answers is not None:
+        return answers
+    active = torch.ones(1, dtype=torch.bool, device=images.device)
+    ones = [slice(n, n + 1) for n in range(len(images))]
+    return Prediction.join([run(learner, images[None, one], samples[None, one], active)[0] for one in ones])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -372,7 +365,7 @@ class Adapter(nn.Module):
                     "give plain pixels, the network normalises them itself."
                 )
         if samples is None:
-            return torch.arange(self.seen, self.seen + len(images))
+            return torch.arange(self.seen, self.seen + len(images), device=self._device)
         if not isinstance(samples, Tensor):
             raise TypeError(f"`samples` must be a tensor of integers, got {type(samples).__name__}.")
         if samples.dtype not in (torch.int64, torch.int32) or samples.shape != images.shape[:1]:
@@ -494,10 +487,10 @@ class Online(Adapter):
             return self._unadapted(images)
         if self._learner is None:
             self._learner = Learner(self._networks[0], 1, self.settings, tuple(images.shape[1:]))
-        groups = [slice(None)] if self.settings.share == "batch" else [slice(n, n + 1) for n in range(len(images))]
+        if self.settings.share == "image":
+            return run_each(self._learner, images, samples)
         active = torch.ones(1, dtype=torch.bool, device=images.device)
-        answers = [run(self._learner, images[None, group], samples[None, group], active)[0] for group in groups]
-        return Prediction.join(answers)
+        return run(self._learner, images[None], samples[None], active)[0]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return super().state_dict() | save_learner(self._learner)

@@ -47,6 +47,48 @@ class Captured:
         return tuple(tensor.clone() for tensor in self._outputs)
 
 
+class Series:
+    """A function recorded as a CUDA graph that goes through a series of inputs by itself.
+
+    A replay takes the next inputs and writes the next outputs, so that nothing needs to be launched in between.
+
+    Args:
+        function: As for `Captured`.
+        length: The most inputs that it takes at a time, at least 2.
+        inputs: Tensors of the shapes and dtypes to come.
+    """
+
+    def __init__(self, function: Callable[..., Sequence[Tensor]], length: int, *inputs: Tensor) -> None:
+        assert length >= 2  # Captured tries the function twice
+        self._length = length
+        self._inputs = [tensor.unsqueeze(0).repeat(length, *[1] * tensor.dim()) for tensor in inputs]
+        self._outputs: list[Tensor] = []
+        self._next = torch.zeros(1, dtype=torch.int64, device=inputs[0].device)
+
+        def advance() -> tuple[Tensor, ...]:
+            outputs = function(*(tensor.index_select(0, self._next)[0] for tensor in self._inputs))
+            if not self._outputs:
+                self._outputs = [output.new_empty(length, *output.shape) for output in outputs]
+            for stretch, output in zip(self._outputs, outputs, strict=True):
+                stretch.index_copy_(0, self._next, output[None])
+            self._next += 1
+            return ()
+
+        self._captured = Captured(advance)
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """What the function gives for one after another of the inputs, `(N, ...)` each, in tensors of their own."""
+        stretches = []
+        for given in zip(*(tensor.split(self._length) for tensor in inputs), strict=True):
+            self._next.zero_()
+            for stretch, tensor in zip(self._inputs, given, strict=True):
+                stretch[: len(tensor)] = tensor
+            for _ in range(len(given[0])):
+                self._captured()
+            stretches.append([stretch[: len(given[0])].clone() for stretch in self._outputs])
+        return tuple(torch.cat(parts) for parts in zip(*stretches, strict=True))
+
+
 class Beside:
     """A second CUDA stream: what is launched within `with beside:` runs beside what is launched after it, until `join`.
 

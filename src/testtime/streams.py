@@ -42,15 +42,17 @@ class Streams(Adapter):
             if streams is None:
                 super().reset()
                 self._learner: Learner | None = None
-                self._numbers = torch.zeros(self.count, dtype=torch.int64)
+                # On the network's device, as the counts; so is `_all`, for a call without `streams`.
+                self._numbers = torch.zeros(self.count, dtype=torch.int64, device=self._device)
+                self._all = torch.ones(self.count, dtype=torch.bool, device=self._device)
                 return
             self._check_streams(streams, len(streams))
-            chosen = torch.zeros(self.count, dtype=torch.bool)
-            chosen[streams.cpu()] = True
+            chosen = torch.zeros(self.count, dtype=torch.bool, device=self._device)
+            chosen[streams.to(self._device)] = True
             self._numbers[chosen] = 0
             if self._learner is not None:
                 fresh = Learner(self._networks[0], self.count, self.settings, self._learner.shape)
-                self._learner.restore(fresh.snapshot(), chosen.to(self._device))
+                self._learner.restore(fresh.snapshot(), chosen)
 
     def predict(self, images: Tensor, samples: Tensor | None = None, *, streams: Tensor | None = None) -> Prediction:
         """Adapt each stream to its next image and predict it.
@@ -64,13 +66,15 @@ class Streams(Adapter):
             ValueError: Images, numbers or streams do not fit; nothing was learned.
         """
         self._check(images, samples)
-        if streams is None:
-            streams = torch.arange(self.count)
-        self._check_streams(streams, len(images))
+        if streams is not None:
+            self._check_streams(streams, len(images))
+        elif len(images) != self.count:
+            raise ValueError(f"`images` must be one for each of the {self.count} streams, got {len(images)}.")
         with torch.inference_mode(False):
-            self._streams = streams.cpu().clone()
-            answers = super().predict(images, self._numbers[self._streams] if samples is None else samples)
-            self._numbers[self._streams] += 1
+            self._streams = None if streams is None else streams.to(self._device, copy=True)
+            chosen = slice(None) if self._streams is None else self._streams
+            answers = super().predict(images, self._numbers[chosen] if samples is None else samples)
+            self._numbers[chosen] += 1
         return answers
 
     def _check_streams(self, streams: Tensor, count: int) -> None:
@@ -85,17 +89,19 @@ class Streams(Adapter):
         shape = tuple(images.shape[1:])
         if self._learner is None:
             self._learner = Learner(self._networks[0], self.count, self.settings, shape)
-        chosen = self._streams.to(images.device)
+        if self._streams is None:
+            return run(self._learner, images[:, None], samples[:, None], self._all)[:, 0]
+        chosen = self._streams
         all_images = images.new_zeros(self.count, 1, *shape)
         all_samples, active = samples.new_zeros(self.count, 1), chosen.new_zeros(self.count, dtype=torch.bool)
         all_images[chosen, 0], all_samples[chosen, 0], active[chosen] = images, samples, True
         return run(self._learner, all_images, all_samples, active)[chosen, 0]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return super().state_dict() | {"numbers": self._numbers.clone()} | save_learner(self._learner)
+        return super().state_dict() | {"numbers": self._numbers.to("cpu", copy=True)} | save_learner(self._learner)
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
         if "numbers" not in state or state["numbers"].shape != (self.count,):
             raise ValueError(f"The state is not one of {self.count} streams.")
         self._learner = load_learner(self._networks[0], self.count, self.settings, state)
-        self._numbers = state["numbers"].cpu().clone()
+        self._numbers = state["numbers"].to(self._device, copy=True)
