@@ -143,6 +143,32 @@ class TestKernels:
         (gradient,) = torch.autograd.grad(y.sum(), x)
         torch.testing.assert_close(gradient, (x > 1).float() / (1 + 1e-5) ** 0.5)
 
+    @pytest.mark.parametrize("uses", [1, 3])
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_gathered_gradients_are_those_of_autograd(self, replicas: int, uses: int) -> None:
+        from testtime import kernels
+
+        numbers = normals(replicas, 40, device=DEVICE) + 1
+        weight, bias = (numbers[:, start : start + 16].requires_grad_(True) for start in (4, 20))
+        x = normals(replicas * 3, 16, 6, 6, seed=1, device=DEVICE).contiguous(memory_format=torch.channels_last)
+
+        def loss() -> Tensor:
+            y = x
+            for _ in range(uses):
+                statistics = torch.zeros(replicas, 16, device=DEVICE), torch.ones(replicas, 16, device=DEVICE)
+                y = kernels.batch_norm(y, *statistics, weight, bias, True, 0.1, 1e-5, True)
+            return y.square().sum()
+
+        expected = torch.autograd.grad(loss(), (weight, bias))
+        with kernels.Gathering(numbers) as gathering:
+            given = torch.autograd.grad(loss(), (weight, bias), allow_unused=True)
+            result = gathering.collect()
+        assert given == (None, None)
+        torch.testing.assert_close(result[:, 4:20], expected[0])
+        torch.testing.assert_close(result[:, 20:36], expected[1])
+        assert not result[:, :4].any()
+        assert not result[:, 36:].any()
+
     def test_batch_norm_is_the_same_every_time(self) -> None:
         from testtime import kernels
 

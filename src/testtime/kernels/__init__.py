@@ -78,7 +78,8 @@ def batch_norm(
     mean, variance = running_mean, running_var
     if training:
         mean, variance = batch.moments(x.detach(), running_mean, running_var, momentum)
-    return _BatchNorm.apply(x, mean, variance, weight, bias, eps, training, relu)  # type: ignore[return-value]
+    rest = eps, training, relu, gathering.current()
+    return _BatchNorm.apply(x, mean, variance, weight, bias, *rest)  # type: ignore[return-value]
 
 
 def mix(state: Tensor, factor: int = 1, plus: int = 0) -> Tensor:
@@ -168,17 +169,16 @@ class _GroupNorm(torch.autograd.Function):
         x, weight, bias, moments = ctx.saved_tensors
         grad = grads[0].contiguous(memory_format=torch.channels_last)
         grad_x = channels_last(x, *x.shape)
-        if ctx.shares is None:
-            shape = 2, len(x) // len(weight), *weight.shape
-            parts = torch.empty(shape, dtype=torch.float32, device=x.device).unbind()
-        else:
-            parts = [ctx.gathered.rows(share) for share in ctx.shares]
-        tiles.norm_backward(x, grad, grad_x, ctx.groups, weight, bias, moments, ctx.relu, *parts)
+        given = x, grad, grad_x, ctx.groups, weight, bias, moments, ctx.relu
         of_weight = of_bias = None
         if ctx.shares is not None:
+            tiles.norm_backward(*given, *(ctx.gathered.rows(share) for share in ctx.shares))
             of_weight, of_bias = (ctx.gathered.zeros(parameter) for parameter in (weight, bias))
-        elif any(ctx.needs_input_grad[2:4]):
-            of_weight, of_bias = (part.sum(0) for part in parts)
+        else:
+            parts = torch.empty(2, len(x) // len(weight), *weight.shape, dtype=torch.float32, device=x.device)
+            tiles.norm_backward(*given, *parts)
+            if any(ctx.needs_input_grad[2:4]):
+                of_weight, of_bias = parts.sum(1)
         return grad_x, None, of_weight, of_bias, None, None, None
 
 
@@ -196,11 +196,16 @@ class _BatchNorm(torch.autograd.Function):
         eps: float,
         follows: bool,
         relu: bool,
+        gathered: Gathering | None,
     ) -> Tensor:
         y = channels_last(x, *x.shape)
         batch.apply(x, y, mean, variance, weight, bias, eps, relu)
         ctx.save_for_backward(x, mean, variance, weight, bias)
         ctx.eps, ctx.follows, ctx.relu = eps, follows, relu
+        ctx.gathered, ctx.shares = gathered, None
+        if gathered is not None and all(ctx.needs_input_grad[3:5]):
+            shares = [gathered.reserve(parameter, 1) for parameter in (weight, bias)]
+            ctx.shares = None if None in shares else shares
         return y
 
     @staticmethod
@@ -208,15 +213,19 @@ class _BatchNorm(torch.autograd.Function):
         x, mean, variance, weight, bias = ctx.saved_tensors
         grad = grads[0].contiguous(memory_format=torch.channels_last)
         learns = any(ctx.needs_input_grad[3:5])
-        sums = grad_x = None
-        if ctx.follows or learns:
-            sums = batch.gradient_sums(x, grad, mean, variance, weight, bias, ctx.eps, ctx.relu)
+        given = x, grad, mean, variance, weight, bias, ctx.eps, ctx.relu
+        sums = grad_x = of_weight = of_bias = None
+        if ctx.shares is not None:
+            sums = [ctx.gathered.rows(share)[0] for share in ctx.shares]
+        elif ctx.follows or learns:
+            sums = torch.empty(2, *weight.shape, dtype=torch.float32, device=x.device).unbind()
+            of_weight, of_bias = sums if learns else (None, None)
+        if sums is not None:
+            batch.gradient_sums(*given, *sums)
         if ctx.needs_input_grad[0]:
             grad_x = channels_last(x, *x.shape)
-            own = sums if ctx.follows else None
-            batch.input_gradient(x, grad, grad_x, mean, variance, weight, bias, own, ctx.eps, ctx.relu)
-        grad_bias, grad_weight = (None, None) if sums is None or not learns else sums
-        return grad_x, None, None, grad_weight, grad_bias, None, None, None
+            batch.input_gradient(*given, grad_x, sums if ctx.follows else None)
+        return grad_x, None, None, of_weight, of_bias, None, None, None, None
 
 
 def channels_last(like: Tensor, *shape: int) -> Tensor:

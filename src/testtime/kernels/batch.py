@@ -8,6 +8,8 @@ A replica's images are a table of pixels, (B·H·W, C). Sums over the pixels are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton  # pyright: ignore[reportMissingImports]  # comes with CUDA builds of torch, and only there
 import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -66,9 +68,31 @@ def apply(
 
 
 def gradient_sums(
-    x: Tensor, grad: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float, relu: bool
-) -> Tensor:
-    """Sums over a replica's pixels of the gradient, and of the gradient times the normalised input, `(2, S, C)`."""
+    x: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    relu: bool,
+    of_weight: Tensor,
+    of_bias: Tensor,
+) -> None:
+    """Write the gradients by weight and bias, `(S, C)` each.
+
+    Args:
+        x: The input `(S·B, C, H, W)`.
+        grad: The gradient by the output.
+        mean: The statistics' mean `(S, C)`.
+        variance: Their variance.
+        weight: The scale.
+        bias: The shift.
+        eps: Added to the variance.
+        relu: Whether a ReLU came behind.
+        of_weight: Gets the sums over a replica's pixels of the gradient times the normalised input.
+        of_bias: Gets the sums of the gradient.
+    """
     channels, replicas = x.shape[1], len(weight)
     pixels = _pixels(x, replicas)
     block, pieces = _split(pixels, channels, replicas)
@@ -77,39 +101,43 @@ def gradient_sums(
         x, grad, mean, variance, weight, bias, partial, pixels, pieces, weight.stride(0), bias.stride(0), eps,
         C=channels, RELU=relu, BLOCK=block,
     )  # fmt: skip
-    return partial[0] if pieces == 1 else partial.sum(0)
+    part = min(channels, 16)
+    _finish_sums[(channels // part, replicas)](
+        partial, of_bias, of_weight, pieces, C=channels, PART=part, ROWS=_NUMBERS // part
+    )
 
 
 def input_gradient(
     x: Tensor,
     grad: Tensor,
-    out: Tensor,
     mean: Tensor,
     variance: Tensor,
     weight: Tensor,
     bias: Tensor,
-    sums: Tensor | None,
     eps: float,
     relu: bool,
+    out: Tensor,
+    sums: Sequence[Tensor] | None,
 ) -> None:
-    """Write the gradient by x to `out`.
+    """Write the gradient by x to `out`; the first arguments as for `gradient_sums`.
 
     Args:
-        x: The input `(S·B, C, H, W)`.
+        x: The input.
         grad: The gradient by the output.
-        out: Where to write.
-        mean: The statistics' mean `(S, C)`.
+        mean: The statistics' mean.
         variance: Their variance.
         weight: The scale.
         bias: The shift.
-        sums: What `gradient_sums` gave, where the statistics are those of x; None where they are fixed.
         eps: Added to the variance.
         relu: Whether a ReLU came behind.
+        out: Where to write.
+        sums: The gradients by weight and bias, where the statistics are those of x; None where they are fixed.
     """
     channels, pixels = x.shape[1], _pixels(x, len(weight))
     block = _block(pixels, channels)
+    of_weight, of_bias = (mean, mean) if sums is None else sums
     _gradient[(triton.cdiv(pixels, block), len(weight))](
-        x, grad, out, mean, variance, weight, bias, mean if sums is None else sums, pixels,
+        x, grad, out, mean, variance, weight, bias, of_weight, of_bias, pixels,
         weight.stride(0), bias.stride(0), eps,
         C=channels, RELU=relu, FOLLOWS=sums is not None, BLOCK=block,
     )  # fmt: skip
@@ -169,6 +197,30 @@ def _sum_moments(x_ptr, about_ptr, out_ptr, pixels, pieces, C: tl.constexpr, BLO
 
 
 @triton.jit
+def _sum_pieces(partial_ptr, own, pieces, replicas, C: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr):
+    """Both sums over the pieces, of some channels of one replica."""
+    first = tl.zeros((PART,), dtype=tl.float32)
+    second = tl.zeros((PART,), dtype=tl.float32)
+    for start in range(0, pieces, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = partial_ptr + row[:, None] * (2 * replicas * C) + own[None, :]
+        inside = (row < pieces)[:, None]
+        first += tl.sum(tl.load(at, mask=inside, other=0.0), axis=0)
+        second += tl.sum(tl.load(at + replicas * C, mask=inside, other=0.0), axis=0)
+    return first, second
+
+
+@triton.jit
+def _finish_sums(
+    partial_ptr, first_ptr, second_ptr, pieces, C: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    own = tl.program_id(1) * C + tl.program_id(0) * PART + tl.arange(0, PART)
+    first, second = _sum_pieces(partial_ptr, own, pieces, tl.num_programs(1), C, PART, ROWS)
+    tl.store(first_ptr + own, first)
+    tl.store(second_ptr + own, second)
+
+
+@triton.jit
 def _finish_moments(
     partial_ptr, out_ptr, mean_ptr, variance_ptr, pieces, pixels, momentum,
     C: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
@@ -176,14 +228,7 @@ def _finish_moments(
     """Some channels of one replica: sums of the pieces to statistics, which the running ones follow."""
     replicas = tl.num_programs(1)
     own = tl.program_id(1) * C + tl.program_id(0) * PART + tl.arange(0, PART)
-    total = tl.zeros((PART,), dtype=tl.float32)
-    square = tl.zeros((PART,), dtype=tl.float32)
-    for start in range(0, pieces, ROWS):
-        row = start + tl.arange(0, ROWS)
-        at = partial_ptr + row[:, None] * (2 * replicas * C) + own[None, :]
-        inside = (row < pieces)[:, None]
-        total += tl.sum(tl.load(at, mask=inside, other=0.0), axis=0)
-        square += tl.sum(tl.load(at + replicas * C, mask=inside, other=0.0), axis=0)
+    total, square = _sum_pieces(partial_ptr, own, pieces, replicas, C, PART, ROWS)
     off = total / pixels
     variance = square / pixels - off * off
     variance = tl.where(variance < 0, 0.0, variance)  # by rounding; what is not a number stays so
@@ -241,7 +286,7 @@ def _sum_gradients(
 
 @triton.jit
 def _gradient(
-    x_ptr, g_ptr, out_ptr, mean_ptr, variance_ptr, w_ptr, b_ptr, sums_ptr, pixels, w_stride, b_stride, eps,
+    x_ptr, g_ptr, out_ptr, mean_ptr, variance_ptr, w_ptr, b_ptr, of_w_ptr, of_b_ptr, pixels, w_stride, b_stride, eps,
     C: tl.constexpr, RELU: tl.constexpr, FOLLOWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     replica = tl.program_id(1)
@@ -255,7 +300,7 @@ def _gradient(
     unit = (_read(x_ptr + before, pixel, channel, pixels, C) - mean[None, :]) * scale[None, :]
     grad = _behind_relu(_read(g_ptr + before, pixel, channel, pixels, C), unit, weight, bias, RELU)
     if FOLLOWS:
-        shift = tl.load(sums_ptr + own) / pixels
-        slope = tl.load(sums_ptr + tl.num_programs(1) * C + own) / pixels
+        shift = tl.load(of_b_ptr + own) / pixels
+        slope = tl.load(of_w_ptr + own) / pixels
         grad = grad - shift[None, :] - unit * slope[None, :]
     _write(out_ptr + before, grad * (weight * scale)[None, :], pixel, channel, pixels, C)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -147,14 +147,19 @@ class Trainer:
         labels = self.trainings[0].pools[0].labels
         assert labels is not None
         batch = Batch(views[0], labels[indices[:, 0].flatten()], keys[0], *views[1:], *keys[1:])
+        found: dict[str, Tensor] = {}
         mixed = self.recipe.bf16 and not isinstance(self.model, Replicated)  # replicas have their own dtype
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
-            terms, logits = self.method.loss(self.model, batch, self.recipe, self.trainings[0].task)
-        means = torch.stack([self._average(terms[name]) for name in self.method.terms])  # (terms, S)
-        self._descend(means.sum())
-        with torch.no_grad():
-            wrong = self._average((logits.argmax(1) != batch.labels).float())
-            self.sums += torch.cat([means.detach(), wrong.unsqueeze(0)])
+
+        def loss() -> Tensor:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
+                terms, logits = self.method.loss(self.model, batch, self.recipe, self.trainings[0].task)
+            means = torch.stack([self._average(terms[name]) for name in self.method.terms])  # (terms, S)
+            found.update(means=means.detach(), logits=logits.detach())
+            return means.sum()
+
+        self._descend(loss)
+        wrong = self._average((found["logits"].argmax(1) != batch.labels).float())
+        self.sums += torch.cat([found["means"], wrong.unsqueeze(0)])
         return ()
 
     def _draws(self, samples: Tensor) -> Draws:
@@ -166,14 +171,13 @@ class Trainer:
         """The mean of each training's part of some values: `(S·n,)` → `(S,)`."""
         return values.float().unflatten(0, (self.count, -1)).mean(1)
 
-    def _descend(self, loss: Tensor) -> None:
+    def _descend(self, loss: Callable[[], Tensor]) -> None:
+        """One step of the optimizer down a loss, as a function that computes it."""
         self.optimizer.zero_grad(set_to_none=True)
         if isinstance(self.model, Replicated):
-            parameters = self.model.replicas.parameters(self.method.parts)
-            gradients = torch.autograd.grad(loss, list(parameters.values()))
-            self.model.replicas.numbers.grad = self.model.replicas.pack(dict(zip(parameters, gradients, strict=True)))
+            _, self.model.replicas.numbers.grad = self.model.replicas.gradient(loss)
         else:
-            loss.backward()
+            loss().backward()
         self._average_gradients()
         self.optimizer.step()
 
