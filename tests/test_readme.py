@@ -63,7 +63,8 @@ def test_the_readmes_table_is_what_the_results_say() -> None:
     for method, mean in {method: row[MEAN].error for method, row in top.rows.items()}.items():
         line = next(line for line in README.splitlines() if line.startswith(f"| `{method}` "))
         cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
-        assert cells[-2:] == [f"{mean:.1f}", f"{top.paper_value(method, MEAN, 'error'):.1f}"]
+        known = top.paper_value(method, MEAN, "error")
+        assert cells[-2:] == [f"{mean:.1f}", "" if known is None else f"{known:.1f}"]
         assert float(cells[-2]) == pytest.approx(sum(map(float, cells[2:17])) / 15, abs=0.06)
     less = 100 * (1 - top.rows["online"][MEAN].error / top.rows["fixed"][MEAN].error)
     assert f"`online` {less:.0f}%" in README

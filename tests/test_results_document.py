@@ -182,7 +182,8 @@ def test_what_is_outside_the_interval_is_named() -> None:
 
 def test_the_files_belong_together(found: Findings) -> None:
     net = tt.load("cifar10-resnet26-gn-joint")
-    marks = {run.configuration["networks"]["joint"]["fingerprint"] for run in found.runs}
+    runs = (*found.runs, *(run for run in found.more if "joint" in run.configuration["networks"]))
+    marks = {run.configuration["networks"]["joint"]["fingerprint"] for run in runs}
     assert marks == {net.fingerprint()} == {found.study["configuration"]["network"]}
     recipe = found.training["configuration"]["recipe"]
     assert json.loads(json.dumps(asdict(Recipe.cifar("group", bf16=True)))) == recipe
@@ -195,17 +196,24 @@ def test_the_files_belong_together(found: Findings) -> None:
         committed._check_fixed(first, [replace(other, units=[changed])])
 
 
-def commands() -> list[list[str]]:
-    block = part_of("commands").partition("```sh\n")[2].partition("```")[0]
-    return [shlex.split(line) for line in block.replace("\\\n", " ").splitlines()]
+def commands(text: str) -> list[list[str]]:
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    return [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
-def test_the_commands_are_those_of_the_runs_and_can_be_given(found: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = commands()
-    assert [shlex.split(run.about["command"]) for run in found.runs] == [words for words in given if words[1] == "eval"]
+def test_the_commands_are_those_of_the_runs_and_can_be_given(found: Findings) -> None:
+    given = commands(DOCUMENT)
+    parts = [run for part in found.parts.values() for run in part.runs]
+    rows = [run for run in found.more if run.path not in {each.path for each in parts}]
+    evaluations = [shlex.join(words) for words in given if words[1] == "eval"]
+    assert sorted(evaluations) == sorted(
+        shlex.join(shlex.split(run.about["command"])) for run in (*found.runs, *rows, *parts)
+    )
     group: Any = typer.main.get_command(app)
     ours = [words for words in given if words[0] == "testtime"]
-    assert {words[1] for words in ours} == {"corrupt", "train", "eval", "correlate", "report"}
+    assert {words[1] for words in commands(part_of("commands")) if words[0] == "testtime"} == {
+        *("corrupt", "train", "eval", "correlate", "report")
+    }
     for _, name, *arguments in ours:
         group.commands[name].make_context(name, arguments)  # parses, and runs nothing
     with pytest.raises(Exception, match="No such option"):

@@ -106,8 +106,8 @@ def _is_same(one: Source, two: Source) -> bool:
     if one.unit != two.unit:
         return False
     marks = [_network_mark(source) for source in (one, two)]
-    if marks[0] is not None and marks[0] == marks[1]:
-        return True
+    if None not in marks:
+        return marks[0] == marks[1]
     return all(one.unit.about.get(key) == two.unit.about.get(key) for key in ("seconds", "counts", "device"))
 
 
