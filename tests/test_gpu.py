@@ -164,7 +164,7 @@ def test_a_stream_of_many_images_is_one_image_after_another(update: Any, precisi
 def test_streams_on_the_gpu_are_onlines(count: int, norm: str) -> None:
     """Twelve streams have their gradients summed in other blocks than a few."""
     net = network(norm, depth=8).cuda()
-    together, alone = Streams(net, count, copies=8, lr=0.01), [Online(net, copies=8, lr=0.01) for _ in range(count)]
+    together, alone = Streams(net, count, copies=8), [Online(net, copies=8) for _ in range(count)]
     for step in range(10):
         images = bytes_(count, seed=step)
         answers = together.predict(images)
@@ -189,6 +189,7 @@ def test_a_stream_gone_wrong_leaves_the_others_bit_for_bit() -> None:
             assert torch.equal(answers.logits, expected.logits)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_streams_of_bytes_wait_for_nothing() -> None:
     streams, images = Streams(network(depth=8).cuda(), 2, copies=4), bytes_(2)
     streams.predict(images)
@@ -217,9 +218,8 @@ def test_gathered_gradients_are_those_of_autograd(norm: str, count: int, precisi
         expected = replicas.gradient(loss)[1]
     assert torch.equal(*found)
     assert relative(found[0], expected) < 1e-5
-    assert not found[0][
-        :, sum(tensor[0].numel() for tensor in replicas.parameters(("encoder", "ssl")).values()) :
-    ].any()
+    learning = sum(tensor[0].numel() for tensor in replicas.parameters(("encoder", "ssl")).values())
+    assert not found[0][:, learning:].any()
 
 
 def test_answers_of_a_graph_are_not_overwritten_by_the_next() -> None:

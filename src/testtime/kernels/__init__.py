@@ -123,11 +123,10 @@ class _Convolve(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             kind = native if native.gives_gradient(*given) else tiles
             rest = weight, ctx.stride, ctx.padding
-            if ctx.share is not None:
+            if ctx.share is not None and ctx.gathered.collects:
                 parts = ctx.gathered.rows(ctx.share)
                 with ctx.gathered.beside(x, grad):
                     kind.filter_gradient(x, grad, *rest, parts)
-                grad_weight = ctx.gathered.zeros(weight)
             else:
                 replicas, outputs, inputs = weight.shape[:3]
                 shape = kind.gradient_rows(x, grad, weight), replicas, 3, 3, inputs, outputs
@@ -171,9 +170,8 @@ class _GroupNorm(torch.autograd.Function):
         grad_x = channels_last(x, *x.shape)
         given = x, grad, grad_x, ctx.groups, weight, bias, moments, ctx.relu
         of_weight = of_bias = None
-        if ctx.shares is not None:
+        if ctx.shares is not None and ctx.gathered.collects:
             tiles.norm_backward(*given, *(ctx.gathered.rows(share) for share in ctx.shares))
-            of_weight, of_bias = (ctx.gathered.zeros(parameter) for parameter in (weight, bias))
         else:
             parts = torch.empty(2, len(x) // len(weight), *weight.shape, dtype=torch.float32, device=x.device)
             tiles.norm_backward(*given, *parts)
@@ -215,7 +213,7 @@ class _BatchNorm(torch.autograd.Function):
         learns = any(ctx.needs_input_grad[3:5])
         given = x, grad, mean, variance, weight, bias, ctx.eps, ctx.relu
         sums = grad_x = of_weight = of_bias = None
-        if ctx.shares is not None:
+        if ctx.shares is not None and ctx.gathered.collects:
             sums = [ctx.gathered.rows(share)[0] for share in ctx.shares]
         elif ctx.follows or learns:
             sums = torch.empty(2, *weight.shape, dtype=torch.float32, device=x.device).unbind()

@@ -11,6 +11,7 @@ one piece of memory until the backward pass is done.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -50,8 +51,9 @@ class Share:
 class Gathering:
     """Gathers the gradient by parameters that all lie in one tensor.
 
-    Within `with gathering:` the kernels keep back the sums they would end with and give autograd zeros in their place;
-    `collect` adds them up and puts them where they belong.
+    Whatever is computed within `with gathering:` may take part. In the one backward pass between `begin` and `collect`
+    the kernels keep back the sums they would end with, and give autograd nothing in their place; `collect` adds them up
+    and puts them where they belong.
 
     Args:
         numbers: The parameters of S replicas, `(S, P)`.
@@ -59,12 +61,13 @@ class Gathering:
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
-        self._nothing = numbers.new_zeros(1)
         self._tables: dict[Any, Tensor] = {}  # never dropped: recorded graphs read them
         self._beside = Beside(numbers.device) if numbers.is_cuda and len(numbers) <= _FEW else None
         self._forget()
 
     def _forget(self) -> None:
+        self.collects = False
+        self._reserved: list[weakref.ref[Share]] = []
         self._shares: list[Share] = []
         self._memory: Tensor | None = None
         self._kept: list[Tensor] = []
@@ -84,19 +87,23 @@ class Gathering:
         """A place for what a use of a parameter will add to its gradient; None if that is not for gathering."""
         place = parameter.data_ptr() - self._numbers.data_ptr()
         width = self._numbers.shape[1] * self._numbers.element_size()
-        if self._memory is not None or not parameter.is_leaf or not 0 <= place < width:
+        if self.collects or not parameter.is_leaf or not 0 <= place < width:
             return None
         share = Share(place // self._numbers.element_size(), rows, parameter[0].numel())
-        self._shares.append(share)
+        self._reserved.append(weakref.ref(share))  # it goes with what was computed: an attack on the images, say
         return share
+
+    def begin(self) -> None:
+        """The next backward pass is the one to collect."""
+        self.collects, size = True, 0
+        shares = [share for one in self._reserved if (share := one()) is not None]
+        self._shares = sorted(shares, key=lambda share: share.target)  # those of a parameter follow each other
+        for share in self._shares:
+            share.start, size = size, size + share.rows * len(self._numbers) * share.columns
+        self._memory = self._numbers.new_empty(size)
 
     def rows(self, share: Share) -> Tensor:
         """The memory of a share, `(rows, S, columns)`, to be written now."""
-        if self._memory is None:  # all shares are known: the backward pass begins
-            size = 0
-            for share_ in self._in_order():
-                share_.start, size = size, size + share_.rows * len(self._numbers) * share_.columns
-            self._memory = self._numbers.new_empty(size)
         share.written = True
         return self._of(share)
 
@@ -104,18 +111,6 @@ class Gathering:
         assert self._memory is not None
         size = share.rows * len(self._numbers) * share.columns
         return self._memory[share.start : share.start + size].view(share.rows, len(self._numbers), share.columns)
-
-    def _in_order(self) -> list[Share]:
-        """The shares by their parameters, so that those of one parameter follow each other."""
-        return sorted(self._shares, key=lambda share: share.target)
-
-    def zeros(self, parameter: Tensor) -> Tensor:
-        """What autograd gets for a gradient that is kept back."""
-        return self._nothing.expand(parameter.shape)
-
-    def is_nothing(self, gradient: Tensor) -> bool:
-        """Whether a gradient that autograd gives is only what `zeros` gave it."""
-        return gradient.data_ptr() == self._nothing.data_ptr()
 
     @contextlib.contextmanager
     def beside(self, *tensors: Tensor) -> Iterator[None]:
@@ -129,24 +124,23 @@ class Gathering:
 
     def collect(self) -> Tensor:
         """The gradient `(S, P)` by all parameters; zeros where nothing was kept back."""
+        assert self.collects
         if self._beside is not None:
             self._beside.join()
         self._kept = []
         result = torch.empty_like(self._numbers)
         count, width = self._numbers.shape
-        if self._memory is None:
-            return result.zero_()
         for share in self._shares:
             if not share.written:  # no loss depends on it
                 self._of(share).zero_()
         # Few replicas have many rows to sum, many have few.
         block, columns = (32, 128) if count <= _FEW else (4, 1024)
-        sums = tuple(_join(self._in_order(), width))
+        sums = tuple(_join(self._shares, width))
         if (sums, columns) not in self._tables:
             table = [
-                (start + first, target + first, rows, width - first, width)
-                for start, target, rows, width in sums
-                for first in range(0, width, columns)
+                (start + first, target + first, rows, size - first, size)
+                for start, target, rows, size in sums
+                for first in range(0, size, columns)
             ]
             self._tables[sums, columns] = torch.tensor(table, dtype=torch.int64).to(self._numbers.device)
         table = self._tables[sums, columns]

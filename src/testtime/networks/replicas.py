@@ -58,6 +58,7 @@ class Replicas:
         self.count, self.dtype = count, dtype
         self._normalise = copy.deepcopy(net).normalise
         self._mean, self._std = net.mean.clone(), net.std.clone()
+        self._known = type(net).normalise is YNet.normalise and self._mean.dtype == torch.float32
         self.parts: dict[Part, _Tall | _Mapped | _Plain] = {}
         inputs = None if example is None else net.normalise(example)
         for name in PARTS:
@@ -98,7 +99,7 @@ class Replicas:
         return self.parts["encoder"](self._prepare(images))
 
     def _prepare(self, images: Tensor) -> Tensor:
-        known = images.dtype in (torch.uint8, torch.float32) and self._mean.dtype == torch.float32
+        known = self._known and images.dtype in (torch.uint8, torch.float32)
         known = known and len(self._mean) in (1, images.shape[2]) and len(self._std) in (1, images.shape[2])
         if known and images.is_cuda and has_triton() and not images.requires_grad:
             from testtime import kernels  # the same in one launch
@@ -155,10 +156,11 @@ class Replicas:
             return value.detach(), self.pack(dict(zip(self._parameters, gradients, strict=True)))
         with self._gathering as gathering:
             value = loss()
+            gathering.begin()
             gradients = torch.autograd.grad(value, list(self._parameters.values()), allow_unused=True)
             result = gathering.collect()
         for place, gradient in zip(self.unpack(result).values(), gradients, strict=True):
-            if gradient is not None and not gathering.is_nothing(gradient):
+            if gradient is not None:
                 place += gradient
         return value.detach(), result
 
