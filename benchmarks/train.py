@@ -7,8 +7,9 @@ The ordinary loop is how such a training is usually written: a torch DataLoader 
 augmented by itself as a Pillow picture, the network eager, a batch turned four ways, two losses, one backward pass,
 torch's own choice of arithmetic (TF32 in convolutions on CUDA) or autocast. Ours is what `testtime train` does in an
 epoch: the images on the device, `Trainer.batches` and `Trainer.step`. Both train ResNet-26 jointly on batches of 128
-with the same recipe. Steps are timed in five pieces after a warm-up that is not counted (compiling, capturing, starting
-workers); the median piece counts, an epoch is 50,000 images.
+with the same recipe; ours also from two and three seeds side by side, where images and epochs are those of all seeds
+together. Steps are timed in five pieces of `--seconds` in all, after a warm-up that is not counted (compiling,
+capturing, starting workers); the median piece counts, an epoch is 50,000 images.
 
 `--imagenet FOLDER` measures ResNet-18 on photographs, `FOLDER/train/CLASS/*` or `FOLDER/CLASS/*`; `synthetic` makes
 JPEGs of ImageNet's usual size first. Rows: JPEG decoding into the packed cache, reading random batches from it, reading
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,27 +122,35 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def measure(device: torch.device, steps: Iterator[None], count: int, warm: int, batch: int) -> Row:
-    """Time `count` steps of `batch` images in pieces, after `warm` steps that are not counted."""
+def measure(device: torch.device, steps: Iterator[None], seconds: float, warm: int, batch: int) -> Row:
+    """Time steps of `batch` images for some seconds in pieces, after `warm` steps that are not counted."""
     begin = time.perf_counter()
     for _ in range(warm):
         next(steps)
     synchronise(device)
-    warming, times, piece = time.perf_counter() - begin, [], max(1, count // PIECES)
-    for _ in range(PIECES):
-        begin = time.perf_counter()
-        for _ in range(piece):
-            next(steps)
-        synchronise(device)
-        times.append(time.perf_counter() - begin)
-    median = sorted(times)[PIECES // 2]
+    warming = time.perf_counter() - begin
+    piece, trial = 1, 0.0
+    while trial < seconds / PIECES / 8:  # doubled until it takes a fair part of its time
+        piece *= 2
+        trial = time_steps(device, steps, piece)
+    piece = max(1, round(piece * seconds / PIECES / trial))
+    times = sorted(time_steps(device, steps, piece) for _ in range(PIECES))
+    median = times[PIECES // 2]
     return {
         "images_per_s": round(piece * batch / median, 1),
         "batch": batch,
         "steps": piece * PIECES,
-        "spread": round((max(times) - min(times)) / median, 4),
+        "spread": round((times[-1] - times[0]) / median, 4),
         "warm_up_s": round(warming, 2),
     }
+
+
+def time_steps(device: torch.device, steps: Iterator[None], count: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(count):
+        next(steps)
+    synchronise(device)
+    return time.perf_counter() - begin
 
 
 def show(row: Row) -> Row:
@@ -171,6 +181,7 @@ def read_cifar(kind: str) -> tuple[Tensor, Tensor, str]:
 def compare_loops(options: argparse.Namespace, device: torch.device) -> tuple[list[Row], str]:
     """The ordinary loop's rows and ours, on CIFAR-10 or images like it."""
     images, labels, what = read_cifar(options.data)
+    pool = Pool("images", images, labels, device)
     precisions = ["fp32", "bf16"] if options.bf16 else ["fp32"]
     print(f"\nresnet26, 32×32, joint, batch {options.batch}: {what}")
     rows: list[Row] = []
@@ -179,16 +190,21 @@ def compare_loops(options: argparse.Namespace, device: torch.device) -> tuple[li
         about: Row = {"network": "resnet26", "size": 32, "precision": precision}
         bf16 = precision == "bf16"
         steps = ordinary_steps(resnet26().to(device), images, labels, options.batch, options.workers, bf16)
-        row = measure(device, steps, options.steps, warm, options.batch)
+        row = measure(device, steps, options.seconds, warm, options.batch)
         name = f"ordinary loop, {options.workers} workers, {precision}"
+        ordinary = row["images_per_s"]
         rows.append(show({"name": name} | about | row | epochs_of(row, "cifar10") | {"times_ordinary": 1.0}))
-        del steps
+        del steps  # and its workers
         recipe = Recipe.cifar(batch=options.batch, bf16=bf16)
-        trainer = Trainer([Training(resnet26().to(device), recipe, Pool("images", images, labels, device))])
-        count = options.epochs * trainer.steps if options.epochs else options.steps
-        row = measure(device, our_steps(trainer), count, warm, options.batch)
-        ratio = {"times_ordinary": round(row["images_per_s"] / rows[-1]["images_per_s"], 2)}
-        rows.append(show({"name": f"testtime, {precision}"} | about | row | epochs_of(row, "cifar10") | ratio))
+        for seeds in options.seeds:
+            trainer = Trainer(
+                [Training(resnet26(seed=seed).to(device), replace(recipe, seed=seed), pool) for seed in range(seeds)]
+            )
+            row = measure(device, our_steps(trainer), options.seconds, warm, seeds * options.batch)
+            trainer.finish()
+            ratio = {"seeds": seeds, "times_ordinary": round(row["images_per_s"] / ordinary, 2)}
+            name = f"testtime, {seeds} seeds side by side, {precision}" if seeds > 1 else f"testtime, {precision}"
+            rows.append(show({"name": name} | about | row | epochs_of(row, "cifar10") | ratio))
     return rows, what
 
 
@@ -228,6 +244,7 @@ def photographs(
 ) -> list[Row]:
     """From files to steps: what each stage gives, for ResNet-18 on crops that are a bit smaller than the pictures."""
     bf16, batch = device.type == "cuda", options.photograph_batch
+    seconds = options.seconds / 2  # there are many rows
     about: Row = {"network": "resnet18", "size": size, "precision": "bf16" if bf16 else "fp32"}
     mean_bytes = round(sum((pictures.folder / name).stat().st_size for name in pictures.files) / len(pictures))
     side = f"{pictures.size}×{pictures.size}"
@@ -249,23 +266,24 @@ def photographs(
         return torch.randint(len(packed), (batch,), generator=rng)
 
     reading = repeat(lambda: packed.images(random_batch()))
-    add("read random batches from the cache", measure(device, reading, options.steps, 2, batch))
+    add("read random batches from the cache", measure(device, reading, seconds, 2, batch))
     reading = repeat(lambda: pool.take(random_batch()))
-    add("read random batches to the device", measure(device, reading, options.steps, 2, batch))
+    add("read random batches to the device", measure(device, reading, seconds, 2, batch))
 
     recipe = Recipe.imagenet(batch=batch, bf16=bf16)
-    warm, count = (20, options.steps) if device.type == "cuda" else (1, PIECES)
+    warm = 5 if device.type == "cuda" else 1
     alone = None
     for name, resident in (("training steps, images on the device", None), ("training, fed from the cache", 0)):
         net = resnet18(1000, size=size).to(device)
         net.describe(augment={"name": "resized-crop-flip", "size": size})
         trainer = Trainer([Training(net, recipe, Pool("images", packed, None, device, resident=resident))])
-        row = measure(device, our_steps(trainer), count, warm, trainer.trainings[0].batch)
+        row = measure(device, our_steps(trainer), seconds, warm, trainer.trainings[0].batch)
+        trainer.finish()
         alone = alone or row["images_per_s"]
         add(name, row | epochs_of(row, "imagenet") | {"share_of_steps": round(row["images_per_s"] / alone, 4)})
     look = Episodic(resnet18(1000, size=size).to(device).eval(), copies=64, threshold=0.0)
     images = packed.images(slice(0, 64))[..., :size, :size].to(device)
-    row = measure(device, repeat(lambda: look.predict(images)), count, 1, len(images))
+    row = measure(device, repeat(lambda: look.predict(images)), seconds, 1, len(images))
     add("look at images that the threshold passes over", row | {"precision": "fp32"})
     return rows
 
@@ -274,10 +292,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="fewer and smaller steps")
-    parser.add_argument("--epochs", type=int, help="measure our loop over whole epochs instead of some steps")
-    parser.add_argument("--steps", type=int, help="steps to measure (default: 300; on a CPU 10; quick 5)")
+    parser.add_argument("--seconds", type=float, help="how long to measure a row (default: 3; on a CPU 20; quick 2)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=(1, 2, 3), help="how many seeds side by side")
     parser.add_argument("--batch", type=int, help="images in a step (default: 128; quick on a CPU 16)")
-    parser.add_argument("--workers", type=int, help="the ordinary loop's worker processes (default: one for each core)")
+    parser.add_argument("--workers", type=int, help="the ordinary loop's worker processes (default: up to 8)")
     parser.add_argument("--data", choices=("cifar10", "synthetic"), default="cifar10")
     parser.add_argument("--bf16", action="store_true", help="measure both loops in bfloat16 as well")
     parser.add_argument("--imagenet", metavar="FOLDER", help="photographs, or synthetic")
@@ -287,11 +305,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     options = parser.parse_args()
     cuda = options.device == "cuda"
-    options.steps = options.steps or ((100 if options.quick else 300) if cuda else 5 if options.quick else 10)
+    options.seconds = options.seconds or (2.0 if options.quick else 3.0 if cuda else 20.0)
     options.batch = options.batch or (16 if options.quick and not cuda else 128)
     options.photograph_batch = 256 if cuda else 8
     options.photographs = options.photographs or (4096 if cuda else 64)
-    options.workers = min(16, os.cpu_count() or 1) if options.workers is None else options.workers
+    options.workers = min(8, os.cpu_count() or 1) if options.workers is None else options.workers
     return options
 
 

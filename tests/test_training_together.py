@@ -261,6 +261,63 @@ def test_one_network_is_not_trained_twice_at_once() -> None:
         train_together([], *pictures(), SHORT)
 
 
+# On a GPU ------------------------------------------------------------------------------------------------------------
+
+
+def colour_pictures(count: int = 64) -> tuple[Tensor, Tensor]:
+    """Noise images `(count, 3, 32, 32)` with a bright bar across, whose height is the class."""
+    labels = torch.arange(count) % 10
+    images = Draws.of(0, torch.arange(count)).integers(100, 3, 32, 32)
+    images += 150 * (torch.arange(32) // 3 == labels[:, None])[:, None, :, None]
+    return images.to(torch.uint8).cuda(), labels.cuda()
+
+
+def learn_on_the_gpu(norm: Any, recipe: Recipe, count: int, folders: list[Path] | None = None, **given: Any) -> Any:
+    nets = [resnet26(depth=8, norm=norm, seed=seed).cuda() for seed in range(count)]
+    targets = None
+    if recipe.method == "uda":
+        targets = [Draws.of(seed, torch.arange(40)).uniform(3, 32, 32) for seed in range(count)]
+    given = given | {"folders": folders, "targets": targets, "seeds": range(count)}
+    return train_together(nets, *colour_pictures(), recipe, **given)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnAGpu:
+    recipe = replace(SHORT, batch=16, lr=0.01)
+
+    @pytest.mark.parametrize("method", ["plain", "joint", "alp", "uda"])
+    @pytest.mark.parametrize("norm", ["group", "batch"])
+    def test_side_by_side_is_alone(self, norm: Any, method: Any) -> None:
+        recipe = replace(self.recipe, method=method)
+        together = learn_on_the_gpu(norm, recipe, 3)
+        target = Draws.of(2, torch.arange(40)).uniform(3, 32, 32) if method == "uda" else None
+        net = resnet26(depth=8, norm=norm, seed=2).cuda()
+        alone = train(net, *colour_pictures(), replace(recipe, seed=2), target=target)
+        assert curve(together[2]) == pytest.approx(curve(alone), rel=1e-2)
+        start = resnet26(depth=8, norm=norm, seed=2).state_dict()
+        for name, tensor in alone.state_dict().items():
+            moved = float((tensor.cpu() - start[name]).abs().max())
+            assert float((together[2].state_dict()[name] - tensor).abs().max()) <= 0.05 * moved + 1e-6, name
+
+    @pytest.mark.parametrize("count", [2, 12])
+    @pytest.mark.parametrize("norm", ["group", "batch"])
+    def test_bfloat16_learns_and_goes_on_bit_for_bit(self, norm: Any, count: int, tmp_path: Path) -> None:
+        def stop(done: int, total: int, text: str) -> None:
+            if done == 9:
+                raise Stop
+
+        recipe = replace(self.recipe, bf16=True, epochs=6, lr=0.05)
+        whole = learn_on_the_gpu(norm, recipe, count)
+        folders = [tmp_path / str(seed) for seed in range(count)]
+        with pytest.raises(Stop):
+            learn_on_the_gpu(norm, recipe, count, folders, progress=stop)
+        for one, other in zip(whole, learn_on_the_gpu(norm, recipe, count, folders), strict=True):
+            assert curve(one)[-1] < curve(one)[0]
+            for name, tensor in one.state_dict().items():
+                assert torch.equal(tensor, other.state_dict()[name]), name
+
+
 # The command line ----------------------------------------------------------------------------------------------------
 
 TINY = ["train", "--data", "digits", "--limit", "48", "--epochs", "2", "--batch", "16", "--device", "cpu"]

@@ -83,9 +83,9 @@ def train_together(
     """Train several networks by one recipe: from several seeds, or for several target sets.
 
     Each learns what it would learn alone, up to rounding, and has its own folder. Networks of one architecture of this
-    package take their steps side by side, as replicas of one network, which fills a GPU better than one does; on a CPU
-    it gains little. Others are trained one after the other. A group that was killed goes on: those of its runs that
-    are an epoch behind catch up with the rest first.
+    package take their steps side by side, as replicas of one network: one alone does not fill a GPU, and on a CPU the
+    replicas' compiled kernels are faster than torch's. Others are trained one after the other. A group that was killed
+    goes on: those of its runs that are an epoch behind catch up with the rest first.
 
     Args:
         nets: The networks, each an object of its own, on one device; equal weights are fine.
