@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterable
@@ -77,7 +78,8 @@ class Pool:
         assert isinstance(self.source, TestSet)
         return self.source.images(indices.cpu()).to(self.device)
 
-    def describe(self) -> dict[str, Any]:
+    @functools.cached_property
+    def description(self) -> dict[str, Any]:
         """What tells these images from others."""
         plain: dict[str, Any] = {"count": self.count, "shape": list(self.shape)}
         if isinstance(self.source, TestSet):

@@ -123,8 +123,8 @@ class Training:
                 "augment": card.augment,
                 "start": hash_tensors(self.net.state_dict().values()),
             },
-            **{name: pool.describe() for name, pool in zip(("data", "target"), self.pools, strict=False)},
-            "test": None if test is None else test.describe(),
+            **{name: pool.description for name, pool in zip(("data", "target"), self.pools, strict=False)},
+            "test": None if test is None else test.description,
         }
 
     @torch.no_grad()
