@@ -104,7 +104,7 @@ def signed(gap: float) -> str:
 
 def points(gap: float) -> str:
     """A difference in points to two places, with its sign."""
-    return minus(f"{gap:+.2f}")
+    return minus(f"{gap:+.2f}") if round(gap, 2) else "0.00"
 
 
 def minus(text: str) -> str:

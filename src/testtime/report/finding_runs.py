@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from testtime.networks import load, shipped
-from testtime.report.committed import GRADIENTS, LEVELS, PART, ROWS, STANDARD, TRAINING, Findings
+from testtime.report.committed import GRADIENTS, LEVELS, PART, ROWS, STANDARD, TRAINING, Findings, by_level
 from testtime.report.documents import bullets, commands, link, table, wrap
 from testtime.report.further import FOLDER, TRAININGS
 from testtime.report.paper import PAPER_NAMES
@@ -27,7 +27,7 @@ def tell_runs(found: Findings) -> str:
     every = (*found.runs, *found.more)
     methods = {name: held for run in every for name, held in run.configuration["methods"].items() if name != BASELINE}
     undone = sum(unit.about["counts"]["rolled_back"] for run in every for unit in run.units)
-    chosen = "; those of `best` were chosen on level 3, which it is not shown on" if "best" in methods else ""
+    chosen = f"; for those of `best` see below{_tell_chosen(found)}" if "best" in methods else ""
     arithmetic = "bfloat16" if recipe["bf16"] else "float32"
     texts = [
         f"**Network**: ResNet-{shape['depth']}, {shape['norm'].capitalize()} Normalization, trained jointly on the "
@@ -73,6 +73,13 @@ def tell_runs(found: Findings) -> str:
     )
     timed = table(["what", "file", "images", "seconds", "images/s"], rows)
     return f"{bullets(texts)}\n\n{timed}\n\n{wrap(notes)}"
+
+
+def _tell_chosen(found: Findings) -> str:
+    """The levels on which the preset was chosen, where that is known."""
+    tuning = found.parts.get("tuning")
+    levels = sorted(by_level(tuning.results)) if tuning is not None else []
+    return f" (chosen at level {' and '.join(map(str, levels))})" if levels else ""
 
 
 def tell_settings(name: str, held: Mapping[str, Any]) -> str:
@@ -133,37 +140,45 @@ def tell_commands(found: Findings) -> str:
 
 def tell_trainings(found: Findings) -> str:
     """Every training: how long, how good, where its network is."""
-    rows, lines = [], []
     kept = {name: load(name).card.record for name in shipped()}
-    targets = [name for name in found.trainings if name.startswith("uda ")]
+    targets = {name: record for name, record in found.trainings.items() if name.startswith("uda ")}
+    rows, lines = [], []
     for name, record in found.trainings.items():
-        recipe, network = record["configuration"]["recipe"], record["configuration"]["network"]
-        shape, last = network["architecture"], record["epochs"][-1]
+        if name in targets:
+            continue
         place = next((key for key, known in kept.items() if known and _is_same(known, record)), None)
-        error = last.get("test_error")
-        rows.append(
-            [
-                f"{shape['name'].replace('resnet', 'ResNet-')}, {shape['norm'].capitalize()} Normalization",
-                recipe["method"] + (f" for {name.removeprefix('uda ')}" if name in targets else ""),
-                str(recipe["epochs"]),
-                str(recipe["seed"]),
-                f"{record['seconds']:,.0f}",
-                "" if error is None else f"{100 * error:.2f}",
-                f"`{place}`" if place else "",
-                link(TRAININGS["uda" if name in targets else name]),
-            ]
-        )
-        if record["configuration"]["data"]["name"] == "cifar10" and name != "gn-joint" and name not in targets[1:]:
-            lines.append(_training_command("uda" if name in targets else name, record))
-    heads = ["network", "method", "epochs", "seed", "seconds", "last test error in %", "ships as", "file"]
+        rows.append(_tell_training([record], record["configuration"]["recipe"]["method"], place, TRAININGS[name]))
+        if record["configuration"]["data"]["name"] == "cifar10" and name != "gn-joint":
+            lines.append(_training_command(name, record))
     words = (
         f"Every training is on one {found.training['hardware']['device']}, with a test after each epoch that nothing "
         "was chosen by; the network kept is that of the last epoch."
     )
-    if len(targets) > 1:
+    if targets:
+        title = f"uda, one for each of {len(targets)} sets"
+        rows.append(_tell_training(list(targets.values()), title, None, TRAININGS["uda"]))
+        lines.append(_training_command("uda", next(iter(targets.values()))))
         words += f" The command for UDA-SS is that for the first of its {len(targets)} sets."
-    shown = [table(heads, rows), wrap(words), *([commands(lines)] if lines else [])]
-    return "\n\n".join(shown)
+    heads = ["network", "method", "epochs", "seed", "seconds", "last test error in %", "ships as", "file"]
+    return "\n\n".join([table(heads, rows), wrap(words), *([commands(lines)] if lines else [])])
+
+
+def _tell_training(records: Sequence[Mapping[str, Any]], method: str, place: str | None, file: Path) -> list[str]:
+    """The row of a training, or of several that differ in their target alone."""
+    recipe = records[0]["configuration"]["recipe"]
+    shape = records[0]["configuration"]["network"]["architecture"]
+    errors = [100 * record["epochs"][-1]["test_error"] for record in records if "test_error" in record["epochs"][-1]]
+    ends = [f"{end:.2f}" for end in ((min(errors), max(errors)) if errors else ())]
+    return [
+        f"{shape['name'].replace('resnet', 'ResNet-')}, {shape['norm'].capitalize()} Normalization",
+        method,
+        str(recipe["epochs"]),
+        str(recipe["seed"]),
+        f"{sum(record['seconds'] for record in records):,.0f}",
+        " to ".join(ends) if len(records) > 1 else "".join(ends[:1]),
+        f"`{place}`" if place else "",
+        link(file),
+    ]
 
 
 def _is_same(known: Mapping[str, Any], record: Mapping[str, Any]) -> bool:

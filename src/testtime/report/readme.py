@@ -28,7 +28,7 @@ _OTHERS = {
     "plain": "is a network trained on the classes alone",
     "uda": "is one that saw the unlabelled test set in training",
     "alp": "is one trained with adversarial logit pairing",
-    "best": "is `online` with this package's preset of that name, chosen at level 3",
+    "best": "is `online` with this package's preset of that name",
 }
 
 
