@@ -17,6 +17,7 @@ from torch import Tensor
 
 _NUMBERS = 8192  # in a tile
 _PROGRAMS = 512  # that share the pixels for a sum
+_WARPS = 8
 
 
 def moments(x: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float) -> Tensor:
@@ -37,21 +38,15 @@ def moments(x: Tensor, running_mean: Tensor, running_var: Tensor, momentum: floa
     pixels = _pixels(x, replicas)
     block, pieces = _split(pixels, channels, replicas)
     partial = torch.empty(pieces, 2, replicas, channels, dtype=torch.float32, device=x.device)
-    _sum_moments[(pieces, replicas)](x, running_mean, partial, pixels, pieces, C=channels, BLOCK=block)
+    _sum_moments[(pieces, replicas)](
+        x, running_mean, partial, pixels, pieces, C=channels, BLOCK=block, num_warps=_WARPS
+    )
     found = torch.empty(2, replicas, channels, dtype=torch.float32, device=x.device)
     part = min(channels, 16)
     _finish_moments[(channels // part, replicas)](
-        partial,
-        found,
-        running_mean,
-        running_var,
-        pieces,
-        pixels,
-        momentum,
-        C=channels,
-        PART=part,
-        ROWS=_NUMBERS // part,
-    )
+        partial, found, running_mean, running_var, pieces, pixels, momentum,
+        C=channels, PART=part, ROWS=_NUMBERS // part, num_warps=_WARPS,
+    )  # fmt: skip
     return found
 
 
@@ -63,7 +58,7 @@ def apply(
     block = _block(pixels, channels)
     _apply[(triton.cdiv(pixels, block), len(weight))](
         x, y, mean, variance, weight, bias, pixels, weight.stride(0), bias.stride(0), eps,
-        C=channels, RELU=relu, BLOCK=block,
+        C=channels, RELU=relu, BLOCK=block, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -99,11 +94,11 @@ def gradient_sums(
     partial = torch.empty(pieces, 2, replicas, channels, dtype=torch.float32, device=x.device)
     _sum_gradients[(pieces, replicas)](
         x, grad, mean, variance, weight, bias, partial, pixels, pieces, weight.stride(0), bias.stride(0), eps,
-        C=channels, RELU=relu, BLOCK=block,
+        C=channels, RELU=relu, BLOCK=block, num_warps=_WARPS,
     )  # fmt: skip
     part = min(channels, 16)
     _finish_sums[(channels // part, replicas)](
-        partial, of_bias, of_weight, pieces, C=channels, PART=part, ROWS=_NUMBERS // part
+        partial, of_bias, of_weight, pieces, C=channels, PART=part, ROWS=_NUMBERS // part, num_warps=_WARPS
     )
 
 
@@ -139,7 +134,7 @@ def input_gradient(
     _gradient[(triton.cdiv(pixels, block), len(weight))](
         x, grad, out, mean, variance, weight, bias, of_weight, of_bias, pixels,
         weight.stride(0), bias.stride(0), eps,
-        C=channels, RELU=relu, FOLLOWS=sums is not None, BLOCK=block,
+        C=channels, RELU=relu, FOLLOWS=sums is not None, BLOCK=block, num_warps=_WARPS,
     )  # fmt: skip
 
 
