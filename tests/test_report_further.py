@@ -17,6 +17,7 @@ import typer
 import testtime as tt
 from report_runs import ABOUT, make_columns
 from testtime.cli import app
+from testtime.corruptions import CORRUPTIONS
 from testtime.evaluate import stream_order
 from testtime.report import findings
 from testtime.report.committed import LEVELS, PART, ROWS, STANDARD, Findings, read_whole
@@ -24,8 +25,9 @@ from testtime.report.finding_choices import tell_best, tell_seeds
 from testtime.report.finding_differences import tell_differences
 from testtime.report.finding_levels import tell_level, tell_means
 from testtime.report.finding_photographs import draw_photographs, tell_photographs
-from testtime.report.finding_runs import tell_commands, tell_missing, tell_runs, tell_trainings
+from testtime.report.finding_runs import tell_commands, tell_missing, tell_runs
 from testtime.report.finding_streams import tell_harm, tell_losses, tell_thousands
+from testtime.report.finding_trainings import tell_trainings, training_command
 from testtime.report.finding_variants import tell_batch_norm, tell_gradual, tell_short, tell_steps
 from testtime.report.further import FILES, FOLDER, TRAININGS, compare, read_parts, read_trainings
 from testtime.report.readme import tell_cifar
@@ -36,6 +38,7 @@ from testtime.runs import Unit, open_run, open_runs
 from testtime.runs.summary import write_summary
 from testtime.runs.units import prepare_folder, write_unit
 from testtime.training import Recipe
+from testtime.training.pool import hash_tensors
 
 COUNT = 50  # images of each set: one wrong answer is two percent
 SHIFTS = ("gaussian_noise", "fog", "brightness")
@@ -358,10 +361,15 @@ def test_the_preset_and_how_it_was_chosen(root: Path) -> None:
 
 
 def test_trainings(root: Path) -> None:
-    shipped = tt.load("cifar10-resnet26-gn-joint").card.record
-    (root / TRAININGS["gn-joint"]).write_text(json.dumps(shipped))
+    net = tt.load("cifar10-resnet26-gn-joint")
+    (root / TRAININGS["gn-joint"]).write_text(json.dumps(net.card.record))
     (root / TRAININGS["bn-plain"]).write_text(json.dumps(make_record("plain", norm="batch")))
-    short = {name: make_record("uda", target=name) for name in LEVEL_5}
+    short = {name: make_record("uda", target=name) for name in ("cifar10", *(f"cifar10-c/{c}/5" for c in CORRUPTIONS))}
+    for record in short.values():
+        record["epochs"] = record["epochs"][1:]
+        record["epochs"][0]["together"] = 16
+        record["configuration"]["network"]["start"] = hash_tensors(net.state_dict().values())
+        record["configuration"]["recipe"]["lr"] = 0.01
     (root / TRAININGS["uda"]).write_text(json.dumps(short))
     told = tell_trainings(read(root))
     rows = rows_of(told)[2:]
@@ -369,18 +377,30 @@ def test_trainings(root: Path) -> None:
         *("ResNet-26, Group Normalization", "joint", "150", "0", "200", "8.58", "`cifar10-resnet26-gn-joint`")
     ]
     assert rows[1][:7] == ["ResNet-26, Batch Normalization", "plain", "75", "0", "123", "8.12", ""]
-    assert rows[2][1:6] == ["uda, one for each of 4 sets", "150", "0", "494", "8.12 to 8.12"]
+    title = "uda, one for each of 16 sets, from `cifar10-resnet26-gn-joint`"
+    assert rows[2][1:7] == [title, "150", "0", "123", "8.12 to 8.12", ""]
     assert len(rows) == 3
-    assert "The command for UDA-SS is that for the first of its 4 sets." in said(told)
     block = told.partition("```sh\n")[2].partition("```")[0].replace("\\\n", " ")
     lines = [shlex.split(line) for line in block.splitlines()]
     assert [" ".join(words) for words in lines] == [
         "testtime train --data cifar10 --method plain --norm batch --seed 0 --bf16 --out runs/bn-plain",
-        "testtime train --data cifar10 --method uda --target cifar10 --seed 0 --bf16 --out runs/uda",
+        "testtime train --data cifar10 --method uda --targets cifar10,cifar10-c/*/5 --start cifar10-resnet26-gn-joint "
+        "--lr 0.01 --seed 0 --bf16 --out runs/uda",
     ]
     group: Any = typer.main.get_command(app)
     for _, name, *arguments in lines:
         group.commands[name].make_context(name, arguments)
+
+
+def test_the_command_of_a_training_on_photographs() -> None:
+    record = make_record("plain")
+    held = record["configuration"]
+    held["recipe"] = json.loads(json.dumps(asdict(Recipe.imagenet(method="plain", epochs=30, bf16=True))))
+    held["network"]["architecture"] = {"name": "resnet18", "norm": "group", "size": 128}
+    held["data"]["name"] = "imagenet/train"
+    assert training_command("photographs", [record]) == (
+        "testtime train --data imagenet --method plain --size 128 --epochs 30 --seed 0 --bf16 --out runs/photographs"
+    )
 
 
 @pytest.mark.parametrize("held", ["{", "[]", "{}", '{"seconds": 1, "epochs": []}', '{"seconds": 1, "epochs": [1]}'])

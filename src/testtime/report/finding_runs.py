@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from testtime.networks import load, shipped
 from testtime.report.committed import GRADIENTS, LEVELS, PART, ROWS, STANDARD, TRAINING, Findings, by_level
 from testtime.report.documents import bullets, commands, link, table, wrap
-from testtime.report.further import FOLDER, TRAININGS
+from testtime.report.finding_trainings import training_command
+from testtime.report.further import FOLDER
 from testtime.report.paper import PAPER_NAMES
 from testtime.report.results import BASELINE, method_title
 from testtime.runs import Run
-from testtime.training import Recipe
 
 
 def tell_runs(found: Findings) -> str:
@@ -127,7 +126,7 @@ def tell_commands(found: Findings) -> str:
     return commands(
         [
             'testtime corrupt "$TESTTIME_DATA" "$TESTTIME_DATA/CIFAR-10-C" --all --seed 0 --frost frost/',
-            _training_command("joint", found.training),
+            training_command("joint", [found.training]),
             *(run.about["command"] for run in (*found.runs, *more)),
             "python -m testtime.analysis --checkpoint cifar10-resnet26-gn-joint --data cifar10-c --device cuda "
             "--out correlations.json",
@@ -136,65 +135,6 @@ def tell_commands(found: Findings) -> str:
             f"testtime report {folders[0]} {folders[1]} --paper --out report",
         ]
     )
-
-
-def tell_trainings(found: Findings) -> str:
-    """Every training: how long, how good, where its network is."""
-    kept = {name: load(name).card.record for name in shipped()}
-    targets = {name: record for name, record in found.trainings.items() if name.startswith("uda ")}
-    rows, lines = [], []
-    for name, record in found.trainings.items():
-        if name in targets:
-            continue
-        place = next((key for key, known in kept.items() if known and _is_same(known, record)), None)
-        rows.append(_tell_training([record], record["configuration"]["recipe"]["method"], place, TRAININGS[name]))
-        if record["configuration"]["data"]["name"] == "cifar10" and name != "gn-joint":
-            lines.append(_training_command(name, record))
-    words = (
-        f"Every training is on one {found.training['hardware']['device']}, with a test after each epoch that nothing "
-        "was chosen by; the network kept is that of the last epoch."
-    )
-    if targets:
-        title = f"uda, one for each of {len(targets)} sets"
-        rows.append(_tell_training(list(targets.values()), title, None, TRAININGS["uda"]))
-        lines.append(_training_command("uda", next(iter(targets.values()))))
-        words += f" The command for UDA-SS is that for the first of its {len(targets)} sets."
-    heads = ["network", "method", "epochs", "seed", "seconds", "last test error in %", "ships as", "file"]
-    return "\n\n".join([table(heads, rows), wrap(words), *([commands(lines)] if lines else [])])
-
-
-def _tell_training(records: Sequence[Mapping[str, Any]], method: str, place: str | None, file: Path) -> list[str]:
-    """The row of a training, or of several that differ in their target alone."""
-    recipe = records[0]["configuration"]["recipe"]
-    shape = records[0]["configuration"]["network"]["architecture"]
-    errors = [100 * record["epochs"][-1]["test_error"] for record in records if "test_error" in record["epochs"][-1]]
-    ends = [f"{end:.2f}" for end in ((min(errors), max(errors)) if errors else ())]
-    return [
-        f"{shape['name'].replace('resnet', 'ResNet-')}, {shape['norm'].capitalize()} Normalization",
-        method,
-        str(recipe["epochs"]),
-        str(recipe["seed"]),
-        f"{sum(record['seconds'] for record in records):,.0f}",
-        " to ".join(ends) if len(records) > 1 else "".join(ends[:1]),
-        f"`{place}`" if place else "",
-        link(file),
-    ]
-
-
-def _is_same(known: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
-    """Whether a network's own record is that of a training."""
-    return known["configuration"] == record["configuration"] and known["epochs"][-1] == record["epochs"][-1]
-
-
-def _training_command(name: str, record: Mapping[str, Any]) -> str:
-    held = record["configuration"]
-    recipe, norm = held["recipe"], held["network"]["architecture"]["norm"]
-    words = [f"testtime train --data {held['data']['name']} --method {recipe['method']}"]
-    words += ["--norm batch"] if norm == "batch" else []
-    words += [f"--target {held['target']['name']}"] if recipe["method"] == "uda" else []
-    words += [f"--epochs {recipe['epochs']}"] if recipe["epochs"] != Recipe.cifar(norm).epochs else []
-    words += [f"--seed {recipe['seed']}", *(["--bf16"] if recipe["bf16"] else []), f"--out runs/{name}"]
-    return " ".join(words)
 
 
 def tell_missing(found: Findings) -> str:

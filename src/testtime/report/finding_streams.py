@@ -82,7 +82,7 @@ def tell_harm(found: Findings) -> str:
         f"just before each image's own step and {own[1]:.2f}% after it: "
     )
     words += "what harms is what earlier images left behind." if own[1] <= own[0] else "the step itself harms."
-    if "seeds" in found.parts:
+    if "seeds" in found.parts and ("online", "cifar10") in found.parts["seeds"].results.sources:
         words += f" {tell_original(found.parts['seeds'].results)}"
     return f"{table(heads, rows)}\n\n{wrap(words)}"
 

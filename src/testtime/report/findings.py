@@ -22,8 +22,9 @@ from testtime.report.finding_gradients import tell_gradients, tell_stand_ins
 from testtime.report.finding_levels import tell_flips, tell_level, tell_means, tell_part, tell_precisions
 from testtime.report.finding_photographs import STREAMS as PHOTOGRAPHS
 from testtime.report.finding_photographs import draw_photographs, tell_photographs
-from testtime.report.finding_runs import tell_commands, tell_missing, tell_runs, tell_trainings
+from testtime.report.finding_runs import tell_commands, tell_missing, tell_runs
 from testtime.report.finding_streams import tell_harm, tell_losses, tell_thousands
+from testtime.report.finding_trainings import tell_trainings
 from testtime.report.finding_variants import GRADUAL, tell_batch_norm, tell_gradual, tell_short, tell_steps
 from testtime.report.paper import PAPER_NAMES
 from testtime.report.results import Table

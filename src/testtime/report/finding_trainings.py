@@ -1,0 +1,110 @@
+"""Trainings in the document of results: how long each took, how good it is, where its network ships, its command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from testtime.corruptions import CORRUPTIONS
+from testtime.networks import YNet, load, shipped
+from testtime.report.committed import Findings
+from testtime.report.documents import commands, link, table, wrap
+from testtime.report.further import TRAININGS
+from testtime.training import Recipe
+from testtime.training.pool import hash_tensors
+
+
+def tell_trainings(found: Findings) -> str:
+    """Every training: how long, how good, where its network is."""
+    nets = {name: load(name) for name in shipped()}
+    targets = [record for name, record in found.trainings.items() if name.startswith("uda ")]
+    groups = {name: [record] for name, record in found.trainings.items() if not name.startswith("uda ")}
+    groups |= {"uda": targets} if targets else {}
+    rows = [_tell_training(records, nets, TRAININGS[name]) for name, records in groups.items()]
+    heads = ["network", "method", "epochs", "seed", "seconds", "last test error in %", "ships as", "file"]
+    words = (
+        f"Every training is on one {found.training['hardware']['device']}, with a test after each epoch that nothing "
+        "was chosen by; the network kept is that of the last epoch. Trainings that went side by side share their "
+        "seconds evenly."
+    )
+    lines = [
+        training_command(name, records, nets)
+        for name, records in groups.items()
+        if name != "gn-joint" and _family(records[0]) is not None
+    ]
+    return "\n\n".join([table(heads, rows), wrap(words), *([commands(lines)] if lines else [])])
+
+
+def _tell_training(records: Sequence[Mapping[str, Any]], nets: Mapping[str, YNet], file: Path) -> list[str]:
+    """The row of a training, or of several that differ in their target alone."""
+    recipe, network = (records[0]["configuration"][key] for key in ("recipe", "network"))
+    shape, start = network["architecture"], _start(records[0], nets)
+    errors = [100 * record["epochs"][-1]["test_error"] for record in records if "test_error" in record["epochs"][-1]]
+    ends = [f"{end:.2f}" for end in ((min(errors), max(errors)) if errors else ())]
+    seconds = sum(record["seconds"] / record["epochs"][-1].get("together", 1) for record in records)
+    place = next((name for name, net in nets.items() if _is_same(net.card.record, records[0])), None)
+    several = f", one for each of {len(records)} sets" if len(records) > 1 else ""
+    return [
+        f"{shape['name'].replace('resnet', 'ResNet-')}, {shape['norm'].capitalize()} Normalization",
+        f"{recipe['method']}{several}{f', from `{start}`' if start else ''}",
+        str(recipe["epochs"]),
+        str(recipe["seed"]),
+        f"{seconds:,.0f}",
+        " to ".join(ends) if len(records) > 1 else "".join(ends[:1]),
+        f"`{place}`" if place else "",
+        link(file),
+    ]
+
+
+def _is_same(known: Mapping[str, Any] | None, record: Mapping[str, Any]) -> bool:
+    """Whether a network's own record is that of a training."""
+    if not known:
+        return False
+    return known["configuration"] == record["configuration"] and known["epochs"][-1] == record["epochs"][-1]
+
+
+def _start(record: Mapping[str, Any], nets: Mapping[str, YNet]) -> str | None:
+    """The shipped network that a training began with, if it was one."""
+    mark = record["configuration"]["network"].get("start")
+    return next((name for name, net in nets.items() if hash_tensors(net.state_dict().values()) == mark), None)
+
+
+def _family(record: Mapping[str, Any]) -> str | None:
+    """The data to name on the command line; None for what has no name there."""
+    family = record["configuration"]["data"]["name"].split("/")[0]
+    return family if family in ("cifar10", "imagenet") else None
+
+
+def training_command(name: str, records: Sequence[Mapping[str, Any]], nets: Mapping[str, YNet] | None = None) -> str:
+    """The command that repeats a training, or several that differ in their target alone.
+
+    Args:
+        name: Of its folder.
+        records: Their records.
+        nets: Networks that it may have begun with.
+    """
+    held = records[0]["configuration"]
+    recipe, shape, family = held["recipe"], held["network"]["architecture"], _family(records[0])
+    usual = Recipe.imagenet() if family == "imagenet" else Recipe.cifar(shape["norm"])
+    words = [f"testtime train --data {family} --method {recipe['method']}"]
+    words += [f"--norm {shape['norm']}"] if shape["norm"] != "group" else []
+    words += [f"--size {shape['size']}"] if family == "imagenet" and shape["size"] != 224 else []
+    words += [_targets([record["configuration"]["target"]["name"] for record in records])] if "target" in held else []
+    start = _start(records[0], nets or {})
+    words += [f"--start {start}"] if start else []
+    words += [f"--{key} {recipe[key]}" for key in ("epochs", "batch", "lr") if recipe[key] != getattr(usual, key)]
+    words += [f"--seed {recipe['seed']}", *(["--bf16"] if recipe["bf16"] else []), f"--out runs/{name}"]
+    return " ".join(words)
+
+
+def _targets(names: Sequence[str]) -> str:
+    """The option for some target sets, all corruptions of a level as a pattern."""
+    if len(names) == 1:
+        return f"--target {names[0]}"
+    shown = list(names)
+    for level in range(1, 6):
+        whole = [f"cifar10-c/{name}/{level}" for name in CORRUPTIONS]
+        if set(whole) <= set(shown):
+            shown = [*(name for name in shown if name not in whole), f"cifar10-c/*/{level}"]
+    return f"--targets '{','.join(shown)}'"
