@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,23 @@ import pytest
 import typer
 
 import testtime as tt
-from report_runs import ABOUT, make_columns
+from report_files import (
+    COUNT,
+    EVERY,
+    LEVEL_5,
+    SHIFTS,
+    describe,
+    make_everything,
+    make_file,
+    make_main,
+    make_record,
+    read,
+)
 from testtime.cli import app
 from testtime.corruptions import CORRUPTIONS
 from testtime.evaluate import stream_order
 from testtime.report import findings
-from testtime.report.committed import LEVELS, PART, ROWS, STANDARD, Findings, read_whole
+from testtime.report.committed import ROWS, read_whole
 from testtime.report.finding_choices import tell_best, tell_seeds
 from testtime.report.finding_differences import tell_differences
 from testtime.report.finding_levels import tell_level, tell_means
@@ -29,115 +39,12 @@ from testtime.report.finding_runs import tell_commands, tell_missing, tell_runs
 from testtime.report.finding_streams import tell_harm, tell_losses, tell_thousands
 from testtime.report.finding_trainings import tell_trainings, training_command
 from testtime.report.finding_variants import tell_batch_norm, tell_gradual, tell_short, tell_steps
-from testtime.report.further import FILES, FOLDER, TRAININGS, compare, read_parts, read_trainings
+from testtime.report.further import FILES, TRAININGS, compare, read_trainings
 from testtime.report.readme import tell_cifar
-from testtime.report.results import collect
 from testtime.report.run_figures import draw_gradual
 from testtime.report.sources import ResultsError
-from testtime.runs import Unit, open_run, open_runs
-from testtime.runs.summary import write_summary
-from testtime.runs.units import prepare_folder, write_unit
 from testtime.training import Recipe
 from testtime.training.pool import hash_tensors
-
-COUNT = 50  # images of each set: one wrong answer is two percent
-SHIFTS = ("gaussian_noise", "fog", "brightness")
-LEVEL_5 = ("cifar10", *(f"cifar10-c/{name}/5" for name in SHIFTS))
-EVERY = ("cifar10", *(f"cifar10-c/{name}/{level}" for level in range(1, 6) for name in SHIFTS))
-USUAL = {"steps": 1, "lr": 0.001, "copies": 32, "threshold": 1.0, "update": "encoder+ssl", "share": "image"}
-USUAL |= {"optimizer": "SGD", "guard": 3.0, "precision": "bf16", "task": "Rotation", "augment": "CropFlip"}
-
-Wrong = Mapping[str, Sequence[int]]
-
-
-def describe(name: str, **settings: Any) -> dict[str, Any]:
-    mode = (
-        name if name in ("fixed", "episodic", "online") else "fixed" if name in ("plain", "uda", "alp") else "episodic"
-    )
-    network = {"plain": "baseline", "uda": "uda", "alp": "alp"}.get(name, "joint")
-    held = {} if mode == "fixed" else USUAL | ({"steps": 10} if mode == "episodic" else {}) | settings
-    return {"mode": mode, "network": network, "settings": held}
-
-
-def make_file(
-    root: Path,
-    file: Path,
-    wrong: Wrong,
-    sets: Sequence[str] = LEVEL_5,
-    methods: Mapping[str, Any] | None = None,
-    images: int = COUNT,
-    norm: str = "group",
-    seconds: float | dict[str, float] = 2.0,
-    mark: str = "0",
-    place: Callable[[str, str], np.ndarray] | None = None,
-) -> None:
-    """A summary in which each method gets the first so many images of each set wrong.
-
-    `place` may say instead which images of a method and set are wrong.
-    """
-    described = {name: (methods or {}).get(name) or describe(name) for name in wrong}
-    shape = {"name": "resnet26", "depth": 26, "classes": 10, "size": 32, "norm": norm}
-    marks = {"uda": {name: f"u{name}" for name in sets}}
-    networks = {
-        held["network"]: {"fingerprint": marks.get(held["network"], held["network"] + mark), "architecture": shape}
-        for held in described.values()
-    }
-    folder = root / "folders" / file.stem
-    plan = {"networks": networks, "methods": described, "shuffle": True, "limit": None}
-    about = ABOUT | {
-        "seeds": [0],
-        "command": f"testtime eval --data cifar10-c --levels 5 --shuffle --out runs/{file.stem}",
-    }
-    prepare_folder(folder, plan, about)
-    for method, counts in wrong.items():
-        for name, count in zip(sets, counts, strict=True):
-            bad = np.arange(count) if place is None else place(method, name)
-            right = ~np.isin(np.arange(COUNT), bad)
-            order = np.arange(COUNT) if "gradual" in name else stream_order(COUNT, 0).numpy()[:images]
-            columns = make_columns(right, order=order)
-            columns["adapted"][:] = described[method]["mode"] != "fixed"
-            if method.startswith("below"):
-                columns["adapted"][len(order) // 5 :] = 0
-            time = seconds[method] if isinstance(seconds, dict) else seconds
-            write_unit(folder, Unit.of(method, name, 0), columns, time)
-    (root / file).parent.mkdir(parents=True, exist_ok=True)
-    write_summary(root / file, [open_run(folder)])
-
-
-def make_record(method: str, seed: int = 0, norm: Any = "group", target: str | None = None) -> dict[str, Any]:
-    recipe = json.loads(json.dumps(asdict(Recipe.cifar(norm, method=method, seed=seed, bf16=True))))
-    shape = {"name": "resnet26", "depth": 26, "norm": norm}
-    held = {"recipe": recipe, "network": {"architecture": shape}, "data": {"name": "cifar10", "count": 50_000}}
-    held |= {"target": {"name": target}} if target else {}
-    epochs = [{"epoch": 1, "test_error": 0.5}, {"epoch": recipe["epochs"], "test_error": 0.0812 + seed / 1000}]
-    return {"configuration": held, "epochs": epochs, "seconds": 123.4 + seed, "hardware": {"device": "cpu"}}
-
-
-def make_main(root: Path) -> None:
-    """The main files: 8% and 40% wrong at every level for `fixed`, less for the others; `online` harms `fog 1`."""
-    fixed = [4] + [20, 10, 5] * 5
-    online = [4] + [10, 7, 4] + [10, 5, 4] * 4
-    online[2] = 12
-    make_file(root, LEVELS, {"fixed": fixed, "online": online}, EVERY, seconds={"fixed": 0.5, "online": 1.0})
-    make_file(root, STANDARD, {"fixed": [4, 20, 10, 5], "episodic": [4, 18, 8, 5]}, seconds=10.0)
-    make_file(root, PART, {"fixed": [20, 10, 5] * 4, "episodic": [19, 9, 5] * 4}, EVERY[1:-3], images=20)
-
-
-def read(root: Path) -> Findings:
-    """What the document is made of, without the studies of gradients."""
-    results = read_whole(root)
-    return Findings(
-        results,
-        collect(open_runs(root / PART)),
-        read_trainings(root)["gn-joint"] if (root / TRAININGS["gn-joint"]).exists() else {},
-        {"sets": {"cifar10": {"images": 10, "seconds": 1.0}}},
-        {},
-        {},
-        {},
-        {},
-        read_parts(results.runs[:2], root),
-        read_trainings(root),
-    )
 
 
 @pytest.fixture
@@ -265,7 +172,6 @@ def test_the_gradual_shift(root: Path) -> None:
     assert row(told, "online (TTT-Online)") == ["10.0", "10.0", "10.0", "10.0"]
     assert row(told, "uda (UDA-SS)") == ["20.0"] * 4
     assert "B 0.0 and 100.0, JT 0.0 and 100.0" in said(told)
-    assert said(told).count("gradual") > 3
     results = found.parts["gradual"].results
     assert "images seen, noise growing" in draw_gradual(results, results.tables[0]).svg()
 
@@ -462,8 +368,33 @@ def test_photographs(root: Path) -> None:
     assert {"orig", "gauss"} <= set(re.findall(r"<text[^>]*>([^<]*)</text>", drawing.svg()))
 
 
-def test_parts_of_the_document_are_all_told() -> None:
-    document = Path(findings.__file__).parents[3] / findings.DOCUMENT
-    names = set(re.findall(r"<!-- begin: (.*?) -->", document.read_text(encoding="utf-8")))
-    assert {"trainings", "seeds", "batch normalization", "gradual shift", "steps and copies", "best"} <= names
-    assert FOLDER.parts == ("results", "cifar10")
+TELLS = (
+    *(tell_means, tell_runs, tell_commands, tell_trainings, tell_differences, tell_losses, tell_harm, tell_thousands),
+    *(tell_seeds, tell_batch_norm, tell_gradual, tell_short, tell_steps, tell_best, tell_photographs, tell_missing),
+)
+
+
+def tell_whole(root: Path) -> dict[str, str]:
+    found = read(root)
+    return {tell.__name__: tell(found) for tell in TELLS}
+
+
+def test_any_of_the_files_may_be_missing_or_there_alone(root: Path) -> None:
+    files = make_everything(root)
+    assert all((root / file).exists() for file in files)
+    whole = tell_whole(root)
+    assert not any("Not run yet" in told for told in whole.values())
+    assert whole["tell_missing"].count("\n") == 1
+    assert findings.draw_figures(read(root)).keys() >= {findings.GRADUAL, findings.PHOTOGRAPHS, findings.STREAMS}
+    for file in files:
+        (root / file).rename(root / "aside")
+        assert tell_whole(root) != whole, file
+        (root / "aside").rename(root / file)
+    held = {file: (root / file).read_bytes() for file in files}
+    for file in files:
+        (root / file).unlink()
+    bare = tell_whole(root)
+    for file, content in held.items():
+        (root / file).write_bytes(content)
+        assert tell_whole(root) != bare, file
+        (root / file).unlink()
