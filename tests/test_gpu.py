@@ -230,6 +230,14 @@ def test_answers_of_a_graph_are_not_overwritten_by_the_next() -> None:
     assert torch.equal(first.logits, kept)
 
 
+def test_a_recorded_stream_reads_no_memory_that_was_given_away() -> None:
+    adapter = Online(network(depth=8).cuda(), copies=4)
+    adapter.predict(bytes_(2))
+    zeros = [torch.zeros(64, dtype=torch.uint8, device="cuda") for _ in range(2000)]  # takes what is free
+    assert adapter.predict(bytes_(2, seed=1)).adapted.all()
+    assert not any(zero.any() for zero in zeros)
+
+
 def test_a_stream_saved_on_the_gpu_continues_bit_for_bit() -> None:
     net = network().cuda()
     for optimizer in (torch.optim.SGD, MOMENTUM):
@@ -297,10 +305,12 @@ def test_training_from_a_graph_is_training_step_by_step(
     monkeypatch.setattr(Trainer, "_replica_fits", lambda self: False)
     monkeypatch.setattr(Trainer, "_record", lambda self, inputs: None)
     plain = learn_some(norm, recipe, **target)
+    # With Batch Normalization, weights changed by a millionth at the start end up to 0.08 of the way apart.
+    bound = 0.05 if norm == "group" else 0.1
     start = resnet26(depth=8, norm=norm, seed=1).state_dict()
     for (name, one), other in zip(replayed.state_dict().items(), plain.state_dict().values(), strict=True):
         moved = float((other.cpu() - start[name]).abs().max())
-        assert float((one - other).abs().max()) <= 0.05 * moved + 1e-6, name
+        assert float((one - other).abs().max()) <= bound * moved + 1e-6, name
 
 
 @pytest.mark.parametrize("bf16", [False, True])

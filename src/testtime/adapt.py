@@ -168,7 +168,7 @@ def episode(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -
         logits, loss_after, _ = (logits_before, loss_before, None) if idle else look(replicas, images, settings)
     except BaseException:  # Ctrl-C as well: what was half learned is no state to go on from
         learner.beside.join()
-        learner.restore(good, torch.ones_like(active))
+        learner.restore(good, learner.everyone)
         raise
     learned = wanted.any(1) & (settings.steps > 0)
     risen = torch.where(wanted, loss_after - loss_before, 0).sum(1) / wanted.sum(1).clamp(min=1)
@@ -202,9 +202,8 @@ def run_each(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
     answers = replay_each(learner, episode, images, samples)
     if answers is not None:
         return answers
-    active = torch.ones(1, dtype=torch.bool, device=images.device)
-    ones = [slice(n, n + 1) for n in range(len(images))]
-    return Prediction.join([run(learner, images[None, one], samples[None, one], active)[0] for one in ones])
+    ones = [(learner, images[None, n : n + 1], samples[None, n : n + 1]) for n in range(len(images))]
+    return Prediction.join([run(*one, learner.everyone)[0] for one in ones])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -429,8 +428,7 @@ class Episodic(Adapter):
         for chunk in chunks:
             learner = self._learner(len(chunk), tuple(images.shape[1:]))
             learner.reset()
-            active = torch.ones(len(chunk), dtype=torch.bool, device=images.device)
-            learned = run(learner, images[chunk], samples[chunk], active)
+            learned = run(learner, images[chunk], samples[chunk], learner.everyone)
             for f in fields(Prediction):
                 getattr(answers, f.name)[chunk] = getattr(learned, f.name)
         return answers
@@ -453,10 +451,9 @@ class Episodic(Adapter):
         def trial(count: int) -> float:
             learner = Learner(self._networks[0], count, replace(self.settings, steps=1), tuple(images.shape[1:]))
             arguments = images[:count, None], torch.arange(count, device=images.device)[:, None]
-            active = torch.ones(count, dtype=torch.bool, device=images.device)
-            run(learner, *arguments, active)  # warms up
+            run(learner, *arguments, learner.everyone)  # warms up
             begin = time.perf_counter()
-            run(learner, *arguments, active).logits.cpu()
+            run(learner, *arguments, learner.everyone).logits.cpu()
             return time.perf_counter() - begin
 
         described = json.dumps(self.settings.describe(), sort_keys=True)
@@ -489,8 +486,7 @@ class Online(Adapter):
             self._learner = Learner(self._networks[0], 1, self.settings, tuple(images.shape[1:]))
         if self.settings.share == "image":
             return run_each(self._learner, images, samples)
-        active = torch.ones(1, dtype=torch.bool, device=images.device)
-        return run(self._learner, images[None], samples[None], active)[0]
+        return run(self._learner, images[None], samples[None], self._learner.everyone)[0]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return super().state_dict() | save_learner(self._learner)

@@ -19,7 +19,8 @@ class Captured:
     """A function recorded as a CUDA graph.
 
     The function must do the same whatever the numbers are: no branch on a tensor's value, no shape that depends on one.
-    It is run twice for real before it is recorded; the caller undoes what those runs changed.
+    It is run twice for real before it is recorded; the caller undoes what those runs changed. Every tensor that it
+    reads besides its inputs must be kept by the caller: the graph reads its memory, whatever is there by then.
 
     Args:
         function: Takes tensors, gives a tuple of tensors; everything on one CUDA device.

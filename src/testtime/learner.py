@@ -113,6 +113,8 @@ class Learner:
         self.beside = Beside(device)  # for what reads the replicas, see descend
         self.graphs: dict[Any, Any] = {}  # recorded episodes by the shape of their images, see adapt.run
         self.eager = not self.flat
+        # For what concerns all replicas, bool (S,); kept here, since recorded graphs read it.
+        self.everyone = torch.ones(count, dtype=torch.bool, device=device)
 
     def _fresh(self) -> torch.optim.Optimizer:
         return self.settings.optimizer(list(self._targets().values()), lr=self.settings.lr)

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import fields
 
-import torch
 from torch import Tensor
 
 from testtime.capture import Captured, Series
@@ -43,8 +42,7 @@ def replay_each(learner: Learner, episode: Episode, images: Tensor, samples: Ten
     key = ("each", *images.shape[1:], images.dtype)
     inputs = images[:, None, None], samples[:, None, None]
     if key not in learner.graphs:
-        active = torch.ones(1, dtype=torch.bool, device=images.device)
-        one = _answers(learner, lambda *given: episode(*given, active))
+        one = _answers(learner, lambda own, image, sample: episode(own, image, sample, own.everyone))
         _record(learner, key, lambda: Series(one, _STRETCH, *(tensor[0] for tensor in inputs)))
     return None if learner.eager else Prediction(*(answer[:, 0, 0] for answer in learner.graphs[key](*inputs)))
 
@@ -65,5 +63,4 @@ def _record(learner: Learner, key: tuple[object, ...], record: Callable[[], Capt
     except RuntimeError as error:
         learner.eager = True
         warnings.warn(f"CUDA graph capture failed, going on without it: {error}", stacklevel=2)
-    count, device = learner.replicas.count, learner.replicas.numbers.device
-    learner.restore(good, torch.ones(count, dtype=torch.bool, device=device))
+    learner.restore(good, learner.everyone)

@@ -42,9 +42,8 @@ class Streams(Adapter):
             if streams is None:
                 super().reset()
                 self._learner: Learner | None = None
-                # On the network's device, as the counts; so is `_all`, for a call without `streams`.
+                # On the network's device, as the counts.
                 self._numbers = torch.zeros(self.count, dtype=torch.int64, device=self._device)
-                self._all = torch.ones(self.count, dtype=torch.bool, device=self._device)
                 return
             self._check_streams(streams, len(streams))
             chosen = torch.zeros(self.count, dtype=torch.bool, device=self._device)
@@ -90,7 +89,7 @@ class Streams(Adapter):
         if self._learner is None:
             self._learner = Learner(self._networks[0], self.count, self.settings, shape)
         if self._streams is None:
-            return run(self._learner, images[:, None], samples[:, None], self._all)[:, 0]
+            return run(self._learner, images[:, None], samples[:, None], self._learner.everyone)[:, 0]
         chosen = self._streams
         all_images = images.new_zeros(self.count, 1, *shape)
         all_samples, active = samples.new_zeros(self.count, 1), chosen.new_zeros(self.count, dtype=torch.bool)
