@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -236,6 +238,19 @@ def test_a_recorded_stream_reads_no_memory_that_was_given_away() -> None:
     zeros = [torch.zeros(64, dtype=torch.uint8, device="cuda") for _ in range(2000)]  # takes what is free
     assert adapter.predict(bytes_(2, seed=1)).adapted.all()
     assert not any(zero.any() for zero in zeros)
+
+
+def test_a_stream_that_is_dropped_gives_its_memory_back_at_once() -> None:
+    adapter = Online(network(depth=8).cuda(), copies=4)
+    adapter.predict(bytes_(2))
+    assert adapter._learner is not None
+    numbers = weakref.ref(adapter._learner.replicas.numbers)
+    gc.disable()
+    try:
+        del adapter
+        assert numbers() is None
+    finally:
+        gc.enable()
 
 
 def test_a_stream_saved_on_the_gpu_continues_bit_for_bit() -> None:

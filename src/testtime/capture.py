@@ -28,7 +28,6 @@ class Captured:
     """
 
     def __init__(self, function: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> None:
-        self._function = function  # the graph reads what it refers to: that must live as long
         self._inputs = [tensor.clone() for tensor in inputs]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
