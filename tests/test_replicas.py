@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from models import Flattening, Residual, VisionTransformer, sequential
 from testtime import YNet, resnet18, resnet26, split
 from testtime.networks.replicas import PARTS, Replicas
+from testtime.networks.tall import Stacking, heighten
 from testtime.randomness import Draws
 
 
@@ -436,3 +437,35 @@ def test_dropout_stays_off() -> None:
 def test_there_is_at_least_one_replica() -> None:
     with pytest.raises(ValueError, match="`count` must be at least 1, got 0"):
         Replicas(net_of("resnet26 group"), 0)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "stride", "size", "groups", "calls"),
+    [
+        (16, 32, 1, 8, 1, 1),
+        (16, 64, 2, 16, 4, 1),
+        (64, 128, 2, 8, 1, 3),
+        (128, 16, 1, 4, 1, 3),
+        (1, 64, 1, 128, 1, 3),
+    ],
+)
+def test_convolutions_on_cuda_go_at_once_where_they_are_small(
+    inputs: int, outputs: int, stride: int, size: int, groups: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tried out on a CPU that calls itself CUDA; with a bias, so that no kernel of ours takes it."""
+    layer = nn.Conv2d(inputs, outputs, 3, stride, 1, groups=groups)
+    tall = heighten(layer, Stacking(3))
+    for replica, weight in enumerate(tall.get_parameter("weight")):
+        weight.mul_(1 + replica)
+    images = Draws.of(0, torch.arange(6)).normal(inputs, size, size)
+    with torch.no_grad():
+        pairs = zip(images.chunk(3), tall.get_parameter("weight"), strict=True)
+        expected = torch.cat([F.conv2d(two, weight, layer.bias, stride, 1, 1, groups) for two, weight in pairs])
+    done = []
+    convolve = F.conv2d
+    monkeypatch.setattr(F, "conv2d", lambda *given: done.append(1) or convolve(*given))
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: True))
+    found = tall(images)
+    monkeypatch.undo()
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert len(done) == calls

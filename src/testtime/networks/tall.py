@@ -20,6 +20,8 @@ from testtime.randomness import has_triton
 
 # A convolution of no more images of a replica, each with no more numbers in its patches, is a matrix product on a CPU.
 _FEW, _SMALL = 3, 16_384
+# On CUDA, replicas are convolved at once where their filters have no more channels and their results fewer numbers.
+_NARROW, _LARGE = 64, 2**20
 
 
 class Stacking:
@@ -74,18 +76,25 @@ class _Conv2d(nn.Module):
         rest = self.stride, self.padding, self.dilation
         weight = self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if x.is_cuda and count > 1:  # one launch for all: replicas side by side in the channels, as groups
+        if x.is_cuda and count > 1 and self._is_narrow(x):
+            # One launch for all: replicas side by side in the channels, as groups.
             wide = x.unflatten(0, (count, -1)).transpose(0, 1).flatten(1, 2)
             flat = None if bias is None else bias.flatten()
             wide = F.conv2d(wide, weight.flatten(0, 1), flat, *rest, self.groups * count)
             return wide.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
         patch = x.shape[1] * x.shape[2] * x.shape[3] * weight.shape[-2] * weight.shape[-1]
-        few = count > 1 and 0 < len(x) <= _FEW * count and patch <= _SMALL
+        few = not x.is_cuda and count > 1 and 0 < len(x) <= _FEW * count and patch <= _SMALL
         if few and self.groups == 1 and not isinstance(self.padding, str):
             return self._multiply(x, weight, bias)
         biases = [None] * count if bias is None else bias
         pieces = zip(x.chunk(count), weight, biases, strict=True)
         return _concatenate([F.conv2d(piece, w, b, *rest, self.groups) for piece, w, b in pieces])
+
+    def _is_narrow(self, x: Tensor) -> bool:
+        """Whether a replica's convolution is too small to fill a GPU; many wide groups are slow in cuDNN."""
+        count, outputs, inputs = self.weight.shape[:3]
+        images = len(x) // count * (x.shape[2] // self.stride[0]) * (x.shape[3] // self.stride[1])
+        return max(outputs, inputs) <= _NARROW and images * outputs < _LARGE
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution as matrix products: for few images of many replicas, where calls cost more than copies."""
