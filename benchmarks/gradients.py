@@ -8,7 +8,8 @@ The loop is how it is usually written: for each image a backward pass of the one
 own threads. `torch.func` maps the gradient over a chunk of images. A replica of the encoder for each image is our way.
 All give the same numbers; the largest difference from the loop's, against the largest number, is printed. The
 arithmetic is the same for all and bounds what a CPU can do: the last row is one backward pass of each loss for a whole
-chunk, which gives the sum of the gradients and nothing about single images. Measure on a machine that is idle.
+chunk, which gives the sum of the gradients and nothing about single images. The rows take turns, so that what else the
+machine does falls on all of them; measure on one that is idle all the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,50 +91,44 @@ def whole(net: YNet, images: Tensor, labels: Tensor, chunk: int) -> Tensor:
     return torch.stack(found)
 
 
-def measure(work: Callable[[], Tensor], count: int, repeats: int) -> tuple[float, float, Tensor]:
-    """Milliseconds for an image, the median of some runs, their spread, and what came out."""
-    result, times = work(), []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        result = work()
-        times.append(1000 * (time.perf_counter() - begin) / count)
-    times.sort()
-    return times[len(times) // 2], (times[-1] - times[0]) / times[len(times) // 2], result
-
-
 def run(name: str, net: YNet, shape: tuple[int, int, int], count: int, repeats: int) -> list[dict[str, Any]]:
-    """All rows of one network."""
+    """All rows of one network, each measured in turn, round after round."""
     images = Draws.of(0, torch.arange(count)).uniform(*shape)
     labels = Draws.of(1, torch.arange(count)).integers(10)
     meter = ImageGradients(net, TASK)
     net = net.eval().requires_grad_(True)
-    rows: list[dict[str, Any]] = []
+    few = count // 4
     works: dict[str, tuple[Callable[[], Tensor], int]] = {
-        "loop of backward passes": (lambda: loop(net, images[: count // 2], labels[: count // 2]), count // 2),
+        "loop of backward passes": (lambda: loop(net, images[:few], labels[:few]), few),
         "torch.func": (lambda: by_func(net, images, labels, 32), count),
         "a replica for each image": (lambda: by_replicas(meter, images, labels), count),
         "gradient of the chunk alone": (lambda: whole(net, images, labels, 32), count),
     }
     print(f"\n{name}, {shape[1]}×{shape[2]}, {count} images")
-    truth: Tensor | None = None
-    for title, (work, images_done) in works.items():
-        milliseconds, spread, result = measure(work, images_done, repeats)
-        truth = result if truth is None else truth
-        single = len(result) >= len(truth)
-        difference = float((result[: len(truth)] - truth).detach().abs().max() / truth.abs().max()) if single else None
-        times = rows[0]["ms_per_image"] / milliseconds if rows else 1.0
-        rows.append(
-            {
-                "network": name,
-                "name": title,
-                "ms_per_image": milliseconds,
-                "spread": spread,
-                "times_loop": times,
-                "difference": difference,
-            }
+    results = {title: work() for title, (work, _) in works.items()}  # warm up: compile, allocate
+    times: dict[str, list[float]] = {title: [] for title in works}
+    for _ in range(repeats):
+        for title, (work, done) in works.items():
+            begin = time.perf_counter()
+            work()
+            times[title].append(1000 * (time.perf_counter() - begin) / done)
+    reference, rows = next(iter(works)), []
+    truth = results[reference].detach()
+    for title, own in times.items():
+        single = len(results[title]) >= len(truth)
+        off = (results[title][: len(truth)].detach() - truth).abs().max() / truth.abs().max() if single else None
+        median = statistics.median(own)
+        row: dict[str, Any] = {"network": name, "name": title, "ms_per_image": median}
+        row["spread"] = (max(own) - min(own)) / median
+        row["times_loop"] = statistics.median(times[reference]) / median
+        row["times_loop_by_round"] = [one / two for one, two in zip(times[reference], own, strict=True)]
+        row["difference"] = None if off is None else float(off)
+        rows.append(row)
+        rounds = " ".join(f"{one:.2f}" for one in row["times_loop_by_round"])
+        told = "" if off is None else f"  difference {float(off):.1e}"
+        print(
+            f"{title:30s} {median:8.2f} ms an image  {row['times_loop']:5.2f} × the loop ({rounds}){told}", flush=True
         )
-        told = "" if difference is None else f"  difference {difference:.1e}"
-        print(f"{title:30s} {milliseconds:8.2f} ms an image  {times:5.2f} × the loop{told}", flush=True)
     return rows
 
 
@@ -141,7 +137,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer images and runs")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     options = parser.parse_args()
-    count, repeats = (32, 3) if options.quick else (128, 5)
+    count, repeats = (32, 3) if options.quick else (128, 7)
     machine = describe_machine(torch.device("cpu")) | {"load_at_start": os.getloadavg()[0]}
     print(", ".join(f"{key} {value}" for key, value in machine["hardware"].items()))
     rows = run("resnet26", resnet26(), (3, 32, 32), count, repeats)

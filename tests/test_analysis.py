@@ -119,9 +119,30 @@ def test_an_images_gradients_do_not_depend_on_its_chunk() -> None:
             torch.testing.assert_close(one, two, **CLOSE)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_share_the_images(threads: int) -> None:
+    """In single precision, where convolutions are compiled, against the loop in double precision."""
+    net, images, labels = tt.resnet26(depth=8, size=16), pictures(5), some_labels(5)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        meter = ImageGradients(net, TASK)
+        found = meter.products(images, labels[None])
+        assert torch.get_num_threads() == threads
+        assert meter.chunk % threads == 0
+    finally:
+        torch.set_num_threads(before)
+    for number in range(5):
+        inner, main, task = naive(copy.deepcopy(net).double(), images[number : number + 1], labels[number : number + 1])
+        for ours, exact in ((found.inner[0], inner), (found.main[0], main), (found.task, task)):
+            size = float((main * task).sqrt().max() if exact is inner else exact.max())
+            torch.testing.assert_close(ours[:, number].double(), exact, rtol=0, atol=1e-4 * size)
+
+
 def test_a_chunk_of_a_large_network_is_small() -> None:
-    assert ImageGradients(tt.resnet26(depth=8), TASK).chunk == 128
-    assert ImageGradients(tt.resnet18(10), TASK).chunk == 2
+    threads = min(torch.get_num_threads(), 8)
+    assert ImageGradients(tt.resnet26(depth=8), TASK).chunk == 32 * threads
+    assert ImageGradients(tt.resnet18(10), TASK).chunk == threads
 
 
 def test_images_that_are_not_square_are_measured_as_the_task_sees_them() -> None:

@@ -113,6 +113,43 @@ def test_chains_and_their_gradients(layers: int, count: int, images: int, channe
 
 
 @needs_compiler
+@pytest.mark.parametrize("images", [1, 3])
+def test_a_chain_of_replicas_that_are_alike_is_that_of_any(images: int) -> None:
+    x, grad = (numbers(seed, 5 * images, 16, 6, 7) for seed in (0, 1))
+    one, norm = [numbers(2 + place, 1, 16, 16, 3, 3) / 4 for place in range(4)], norm_of(1, 16)
+    found = []
+    for alike in (True, False):
+        stacked = [tensor.expand(5, *tensor.shape[1:]) for tensor in (*one, norm.weight, norm.bias)]
+        stacked = stacked if alike else [tensor.contiguous() for tensor in stacked]
+        moving = [tensor.requires_grad_() for tensor in (x.clone(), *stacked)]
+        layers = [cpu.Convolution(weight, cpu.GroupNorm(8, *moving[-2:], norm.eps, True)) for weight in moving[1:-2]]
+        y = cpu.convolve(moving[0], layers)
+        found.append([y, *torch.autograd.grad(y, moving, grad)])
+    for ours, expected in zip(*found, strict=True):
+        assert torch.equal(ours, expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 1), (1, 0), (3, 2)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(3, 16), (16, 32), (5, 48)])
+@pytest.mark.parametrize(("count", "images", "height", "width"), [(4, 1, 9, 6), (3, 3, 5, 8), (2, 2, 3, 3)])
+def test_convolution_of_replicas_that_are_alike(
+    stride: int, padding: int, inputs: int, outputs: int, count: int, images: int, height: int, width: int
+) -> None:
+    x, weight = numbers(0, count * images, inputs, height, width), numbers(1, 1, outputs, inputs, 3, 3)
+    ours = [x.clone().requires_grad_(), weight.expand(count, -1, -1, -1, -1).requires_grad_()]
+    exact = [x.double().requires_grad_(), weight.double().repeat(count, 1, 1, 1, 1).requires_grad_()]
+    y = cpu.convolve_alike(*ours, stride, padding)
+    pieces = zip(exact[0].chunk(count), exact[1], strict=True)
+    expected = torch.cat([F.conv2d(piece, w, None, stride, padding) for piece, w in pieces])
+    check([y], [expected], 2e-6)
+    grad = numbers(2, *y.shape)
+    gradients = torch.autograd.grad(y, ours, grad)
+    check(list(gradients), list(torch.autograd.grad(expected, exact, grad.double())), 2e-6)
+    assert torch.equal(torch.autograd.grad(cpu.convolve_alike(*ours, stride, padding), ours[1], grad)[0], gradients[1])
+
+
+@needs_compiler
 @pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize(("channels", "groups"), [(16, 8), (16, 1), (48, 3), (64, 64), (512, 32)])
 @pytest.mark.parametrize(("height", "width"), [(5, 3), (8, 8)])

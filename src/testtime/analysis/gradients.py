@@ -3,13 +3,14 @@
 A gradient for each image is what a loop over single images gives, one backward pass at a time. `ImageGradients` has the
 same numbers from one backward pass of a chunk: every image goes through a replica of the encoder of its own
 (networks/replicas.py), so that the replicas' gradients are the images'. Layers that replicas do not know go through
-`torch.func` there.
+`torch.func` there. On a CPU the threads share the images, each with a backward pass of its own.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,9 @@ from testtime.networks.replicas import Replicas
 from testtime.networks.ynet import YNet
 from testtime.tasks import Task
 
-_PIXELS = 1 << 17  # of a chunk's images together
+_PIXELS = 1 << 15  # of the images that a thread takes at once
 _NUMBERS = 1 << 25  # that the replicas of a chunk may have together
+_WORKERS = 8
 
 
 class Products(NamedTuple):
@@ -94,10 +96,15 @@ class ImageGradients:
     def __init__(self, net: YNet, task: Task) -> None:
         self.net, self.task = freeze(net), task
         self.layers = name_layers(self.net.encoder)
-        numbers = sum(parameter.numel() for parameter in self.net.encoder.parameters())
-        self.chunk = max(1, min(512, _PIXELS // (self.net.card.size or 32) ** 2, _NUMBERS // max(numbers, 1)))
+        parameters = list(self.net.encoder.parameters())
+        self._on_cpu = all(parameter.is_cpu for parameter in parameters)
+        self._workers = min(torch.get_num_threads(), _WORKERS) if self._on_cpu else 1
+        numbers = max(1, sum(parameter.numel() for parameter in parameters))
+        pixels = (self.net.card.size or 32) ** 2
+        self.chunk = self._workers * max(1, min(512, _PIXELS // pixels, _NUMBERS // numbers // self._workers))
         """How many images to give at a time."""
         self._replicas: dict[tuple[int, ...], Replicas] = {}
+        self._pool: ThreadPoolExecutor | None = None
 
     def products(self, images: Tensor, labels: Tensor) -> Products:
         """The inner products for a chunk of images.
@@ -106,15 +113,30 @@ class ImageGradients:
             images: `(N, C, H, W)`, uint8 or floats in [0, 1]; all are in memory at once, with a replica for each.
             labels: K sets of labels for the main loss, int `(K, N)`.
         """
+        count = min(self._workers, len(images))
+        parts = list(zip(images.tensor_split(count), labels.tensor_split(count, dim=1), strict=True))
+        replicas = [self._replicate(part) for part, _ in parts]
+        if count == 1:
+            return self._measure(replicas[0], *parts[0])
+        # The threads share the images rather than every layer, and with them all that is between the layers.
+        threads = torch.get_num_threads()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(count, "gradients", lambda: torch.set_num_threads(max(1, threads // count)))
+        try:
+            return Products.join(list(self._pool.map(self._measure, replicas, *zip(*parts, strict=True))))
+        finally:
+            torch.set_num_threads(threads)  # a worker's number would become that of threads to come
+
+    def _measure(self, replicas: Replicas, images: Tensor, labels: Tensor) -> Products:
+        """The inner products for as many images as there are replicas."""
         with torch.inference_mode(False), torch.enable_grad():
-            replicas, count = self._replicate(images), len(images)
             parameters = replicas.parameters(("encoder",))
             others, targets, shared = split_views(self.task, images)
             plain = replicas.encode(images[:, None])  # (N, 1, ...)
-            features = replicas.encode(others.unflatten(0, (count, -1)))
+            outputs = replicas.supervise(replicas.encode(others.unflatten(0, (len(images), -1))))
             if shared:
-                features = torch.cat([plain, features], dim=1)  # (N, V, ...)
-            losses = self.task.loss(replicas.supervise(features).flatten(0, 1), targets.flatten())
+                outputs = torch.cat([replicas.supervise(plain), outputs], dim=1)  # (N, V, outputs)
+            losses = self.task.loss(outputs.flatten(0, 1), targets.flatten())
             logits = replicas.classify(plain)[:, 0].float()
             task = self._gradients(losses.sum() / targets.shape[1], parameters)
             mains = [self._gradients(F.cross_entropy(logits, own, reduction="sum"), parameters) for own in labels]
@@ -132,9 +154,12 @@ class ImageGradients:
                 self._replicas.pop(next(iter(self._replicas)))
             example = images[:1].expand(2, *images.shape[1:])
             dtype = next(self.net.parameters()).dtype
-            self._replicas[key] = Replicas(self.net, len(images), ("encoder",), example, dtype)
-            for parameter in self._replicas[key].parameters(("encoder",)).values():
-                parameter.requires_grad_(True)
+            with torch.inference_mode(False):
+                made = self._replicas[key] = Replicas(self.net, len(images), ("encoder",), example, dtype)
+                for parameter in made.parameters(("encoder",)).values():
+                    if self._on_cpu:  # nobody learns, so one will do for all: see cpu.convolve_alike
+                        parameter.data = parameter.data[:1].expand_as(parameter)
+                    parameter.requires_grad_(True)
         return self._replicas[key]
 
     @staticmethod

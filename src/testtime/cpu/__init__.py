@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.grad import conv2d_input
 
-from testtime.cpu.build import Chain, Layer, Norm, available, kernels
+from testtime.cpu.build import Chain, Filters, Layer, Norm, available, kernels
 
-__all__ = ["CHANNELS", "Convolution", "GroupNorm", "available", "convolve", "group_norm"]
+__all__ = ["CHANNELS", "Convolution", "GroupNorm", "available", "convolve", "convolve_alike", "group_norm"]
 
 CHANNELS = (16, 32, 64, 128)  # that `convolve` is compiled for
 
@@ -81,6 +83,18 @@ def convolve(x: Tensor, layers: Sequence[Convolution], plus: Tensor | None = Non
     return _Convolve.apply(x, plus, layers, *tensors)  # type: ignore[return-value]
 
 
+def convolve_alike(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    """A 3×3 convolution of replicas that all have the same filters; each has a gradient by them of its own.
+
+    Args:
+        x: Images `(S·B, inputs, H, W)`, float32.
+        weight: Filters `(S, outputs, inputs, 3, 3)`, an expanded tensor; outputs are a multiple of 16.
+        stride: Of the convolution.
+        padding: On all sides.
+    """
+    return _ConvolveAlike.apply(x, weight, stride, padding)  # type: ignore[return-value]
+
+
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: GroupNorm) -> Tensor:
@@ -130,6 +144,27 @@ class _Convolve(torch.autograd.Function):
             if layer.norm is not None:
                 gradients += of_norms[place].unbind(1)
         return grad_x, grad if of_plus and alone else grad_plus, None, *gradients
+
+
+class _ConvolveAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sizes = stride, padding
+        return F.conv2d(x, weight[0], None, stride, padding)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x, weight), (stride, padding) = ctx.saved_tensors, ctx.sizes
+        x, grad = _channels_last(x), _channels_last(grads[0])
+        grad_x = conv2d_input(x.shape, weight[0], grad, stride, padding) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        count, images, threads = _sizes(x, weight)
+        inner = x.shape[2], x.shape[3], x.shape[1], *grad.shape[2:], grad.shape[1]
+        filters = Filters(count, images, *inner, stride, padding, threads)
+        kernels().filter_gradient(filters, *_pointers(x, grad, grad_weight))
+        return grad_x, grad_weight, None, None
 
 
 def _forward(

@@ -52,9 +52,22 @@ class Chain(ctypes.Structure):
     ]
 
 
+class Filters(ctypes.Structure):
+    """`struct Filters` of kernels.cpp."""
+
+    _fields_ = [
+        (name, _INT)
+        for name in (
+            *("replicas", "images", "height", "width", "inputs"),
+            *("rows", "columns", "outputs", "stride", "padding", "threads"),
+        )
+    ]
+
+
 _ARGUMENTS = {
     "norm_forward": [ctypes.POINTER(Norm), *[_POINTER] * 2, *[_INT] * 3],
     "norm_backward": [ctypes.POINTER(Norm), *[_POINTER] * 4, *[_INT] * 3],
+    "filter_gradient": [ctypes.POINTER(Filters), *[_POINTER] * 3],
     "chain_forward": [ctypes.POINTER(Chain), _INT, *[_POINTER] * 4],
     "chain_backward": [ctypes.POINTER(Chain), _INT, *[_POINTER] * 7],
 }

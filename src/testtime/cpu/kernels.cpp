@@ -8,6 +8,8 @@
 // GroupNorm in front of a convolution is computed just before it, and again in the backward pass: what it gives is
 // never written to memory.
 
+#include <numeric>
+
 #include "winograd.h"
 
 namespace {
@@ -33,8 +35,12 @@ struct Chain {
     int per_unit() const { return (TILES + Tiling{1, height, width}.tiles() - 1) / Tiling{1, height, width}.tiles(); }
     int units() const { return (images + per_unit() - 1) / per_unit(); }
     Tiling tiling(int unit) const { return {std::min(per_unit(), images - unit * per_unit()), height, width}; }
-    // How many replicas are worked on at a time, where each makes some parts of work.
-    int at_once(int parts) const { return std::clamp((threads + parts - 1) / parts, 1, replicas); }
+    // How many replicas are worked on at a time, where each makes some parts of work: as many as keep all threads busy.
+    int at_once(int parts) const { return std::min(threads / std::gcd(threads, parts), replicas); }
+    // Whether all replicas have the same filters, which are then transformed once.
+    bool shared() const {
+        return std::all_of(layers, layers + count, [](const Layer& layer) { return layer.stride == 0; });
+    }
 };
 
 // Some units of one replica.
@@ -93,12 +99,14 @@ void convolve_unit(const Tiling& tiling, const float* x, const float* u, const f
 template <int C>
 void forward(const Chain& chain, const float* x, const float* plus, float* inner, float* y) {
     constexpr int MATRICES = PLACES * C * C;
-    int parts = std::clamp(std::max(chain.threads, chain.tiles() / 512), 1, chain.units());
-    int size = chain.height * chain.width * C, at_once = chain.at_once(parts);
+    int least = chain.replicas < chain.threads ? chain.threads : 1;
+    int parts = std::clamp(std::max(least, chain.tiles() / 512), 1, chain.units());
+    int size = chain.height * chain.width * C, at_once = chain.shared() ? chain.replicas : chain.at_once(parts);
+    int sets = chain.shared() ? 1 : at_once;  // of filters
     int64_t whole = static_cast<int64_t>(chain.replicas) * chain.images * size;
     size_t unit_size = static_cast<size_t>(chain.per_unit()) * size;
     size_t part_size = (chain.units() / parts + 1) * unit_size;
-    float* u = caller.get(static_cast<size_t>(at_once) * chain.count * MATRICES);
+    float* u = caller.get(static_cast<size_t>(sets) * chain.count * MATRICES);
 #pragma omp parallel num_threads(chain.threads)
     {
         float* products = worker.get(2 * place<C>(PLACES) + Norm::ROWS * C + unit_size + 2 * part_size);
@@ -106,7 +114,7 @@ void forward(const Chain& chain, const float* x, const float* plus, float* inner
         float *middle = normed + unit_size, *between = middle + part_size;  // in a pair, and between pairs
         for (int start = 0; start < chain.replicas; start += at_once) {
             int replicas = std::min(at_once, chain.replicas - start);
-            transform_filters<C>(chain, start, replicas, false, u);
+            transform_filters<C>(chain, start, std::min(replicas, sets), false, u);
 #pragma omp for schedule(static)
             for (int index = 0; index < replicas * parts; index++) {
                 Part part(chain, start + index / parts, index % parts, parts);
@@ -115,7 +123,7 @@ void forward(const Chain& chain, const float* x, const float* plus, float* inner
                 const float *in = x + begin, *block = in;
                 for (int l = 0; l < chain.count; l++) {
                     const Norm& norm = chain.layers[l].norm;
-                    const float* own = u + (static_cast<int64_t>(index / parts) * chain.count + l) * MATRICES;
+                    const float* own = u + (static_cast<int64_t>(index / parts % sets) * chain.count + l) * MATRICES;
                     const float* add = chain.ends_pair(l) ? block : chain.leads(l) && plus ? plus + begin : nullptr;
                     if (!chain.ends_pair(l)) block = in;
                     float* out = l == chain.count - 1     ? y + begin
@@ -150,12 +158,12 @@ void backward(const Chain& chain, const float* x, const float* inner, const floa
               float* dw, float* norm_parts) {
     constexpr int ROWS = C * (C / LANES), MATRICES = PLACES * C * C;
     int parts = std::clamp(chain.tiles() / 128, 1, std::min(chain.units(), 16));
-    int size = chain.height * chain.width * C, at_once = chain.at_once(parts);
+    int size = chain.height * chain.width * C, at_once = chain.at_once(parts), sets = chain.shared() ? 1 : at_once;
     int64_t whole = static_cast<int64_t>(chain.replicas) * chain.images * size;
     size_t unit_size = static_cast<size_t>(chain.per_unit()) * size;
     size_t part_size = (chain.units() / parts + 1) * unit_size;
-    float* u = caller.get(static_cast<size_t>(at_once) * chain.count * (1 + parts) * MATRICES);
-    float* partial = u + static_cast<size_t>(at_once) * chain.count * MATRICES;  // (replicas, parts, layers, 16, C, C)
+    float* u = caller.get(static_cast<size_t>(sets + at_once * parts) * chain.count * MATRICES);
+    float* partial = u + static_cast<size_t>(sets) * chain.count * MATRICES;  // (replicas, parts, layers, 16, C, C)
 #pragma omp parallel num_threads(chain.threads)
     {
         float* products = worker.get(2 * place<C>(PLACES) + Norm::ROWS * C + 2 * unit_size + 2 * part_size);
@@ -164,7 +172,7 @@ void backward(const Chain& chain, const float* x, const float* inner, const floa
         float *middle = by_normed + unit_size, *between = middle + part_size;
         for (int start = 0; start < chain.replicas; start += at_once) {
             int replicas = std::min(at_once, chain.replicas - start);
-            transform_filters<C>(chain, start, replicas, true, u);
+            if (start == 0 || !chain.shared()) transform_filters<C>(chain, start, std::min(replicas, sets), true, u);
 #pragma omp for schedule(static)
             for (int index = 0; index < replicas * parts; index++) {
                 Part part(chain, start + index / parts, index % parts, parts);
@@ -174,7 +182,7 @@ void backward(const Chain& chain, const float* x, const float* inner, const floa
                 for (int l = chain.count - 1; l >= 0; l--) {
                     const Norm& norm = chain.layers[l].norm;
                     const float* in = l ? inner + (l - 1) * whole + begin : x + begin;
-                    const float* own = u + (static_cast<int64_t>(index / parts) * chain.count + l) * MATRICES;
+                    const float* own = u + (static_cast<int64_t>(index / parts % sets) * chain.count + l) * MATRICES;
                     float* sums = partial + (static_cast<int64_t>(index) * chain.count + l) * MATRICES;
                     bool starts_pair = !chain.leads(l) && !chain.ends_pair(l);
                     if (chain.ends_pair(l)) by_block = by_out;
@@ -226,9 +234,65 @@ void backward(const Chain& chain, const float* x, const float* inner, const floa
     }
 }
 
+// A 3×3 convolution of any stride and padding, of images (N, H, W, inputs) to (N, rows, columns, outputs).
+struct Filters {
+    int replicas, images, height, width, inputs, rows, columns, outputs, stride, padding, threads;
+
+    int wide() const { return width + 2 * padding; }
+    size_t padded() const { return static_cast<size_t>(height + 2 * padding) * wide() * inputs; }
+};
+
+// Copy an image into the middle of one that has zeros around it.
+void pad(const Filters& f, const float* image, float* to) {
+    for (int row = 0; row < f.height; row++)
+        std::copy_n(image + row * f.width * f.inputs, f.width * f.inputs,
+                    to + ((row + f.padding) * f.wide() + f.padding) * f.inputs);
+}
+
+// Add to the sums of the nine taps what an image gives for one input, at which it begins, and one vector of outputs.
+void add_taps(const Filters& f, const float* padded, const float* g, Vector sums[9]) {
+    int down = f.wide() * f.inputs;
+    Vector own[9];  // in registers
+    for (int k = 0; k < 9; k++) own[k] = sums[k];
+    for (int row = 0; row < f.rows; row++)
+        for (int column = 0; column < f.columns; column++) {
+            Vector by = load(g + (row * f.columns + column) * f.outputs);
+            const float* corner = padded + row * f.stride * down + column * f.stride * f.inputs;
+            for (int k = 0; k < 9; k++) own[k] += corner[k / 3 * down + k % 3 * f.inputs] * by;
+        }
+    for (int k = 0; k < 9; k++) sums[k] = own[k];
+}
+
 }  // namespace
 
 extern "C" {
+
+// dw (S, outputs, inputs, 3, 3), each replica's gradient by the filters, from the gradient g by the output.
+void filter_gradient(const Filters* filters, const float* x, const float* g, float* dw) {
+    const Filters& f = *filters;
+    int vectors = f.outputs / LANES;
+    int64_t in = static_cast<int64_t>(f.height) * f.width * f.inputs;
+    int64_t out = static_cast<int64_t>(f.rows) * f.columns * f.outputs;
+#pragma omp parallel num_threads(f.threads)
+    {
+        float* padded = worker.get(f.padded() * f.images);
+        std::fill_n(padded, f.padded() * f.images, 0.0f);
+#pragma omp for schedule(static)
+        for (int replica = 0; replica < f.replicas; replica++) {
+            int64_t first = static_cast<int64_t>(replica) * f.images;
+            for (int n = 0; n < f.images; n++) pad(f, x + (first + n) * in, padded + n * f.padded());
+            for (int index = 0; index < f.inputs * vectors; index++) {
+                int i = index / vectors, o = index % vectors * LANES;
+                Vector sums[9] = {};
+                for (int n = 0; n < f.images; n++)
+                    add_taps(f, padded + n * f.padded() + i, g + (first + n) * out + o, sums);
+                float* filter = dw + ((static_cast<int64_t>(replica) * f.outputs + o) * f.inputs + i) * 9;
+                for (int lane = 0; lane < LANES; lane++)
+                    for (int k = 0; k < 9; k++) filter[lane * f.inputs * 9 + k] = sums[k][lane];
+            }
+        }
+    }
+}
 
 // y = GroupNorm(x), then ReLU if asked; fills in the moments.
 void norm_forward(const Norm* norm, const float* x, float* y, int replicas, int images, int threads) {

@@ -82,6 +82,8 @@ class _Conv2d(nn.Module):
             flat = None if bias is None else bias.flatten()
             wide = F.conv2d(wide, weight.flatten(0, 1), flat, *rest, self.groups * count)
             return wide.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
+        if count > 1 and weight.stride(0) == 0 and self._fits_alike(x):
+            return cpu.convolve_alike(x, weight, self.stride[0], self.padding[0])
         patch = x.shape[1] * x.shape[2] * x.shape[3] * weight.shape[-2] * weight.shape[-1]
         few = not x.is_cuda and count > 1 and 0 < len(x) <= _FEW * count and patch <= _SMALL
         if few and self.groups == 1 and not isinstance(self.padding, str):
@@ -95,6 +97,23 @@ class _Conv2d(nn.Module):
         count, outputs, inputs = self.weight.shape[:3]
         images = len(x) // count * (x.shape[2] // self.stride[0]) * (x.shape[3] // self.stride[1])
         return max(outputs, inputs) <= _NARROW and images * outputs < _LARGE
+
+    def _fits_alike(self, x: Tensor) -> bool:
+        """Whether there is a compiled form on the CPU for replicas that have the same filters."""
+        return (
+            x.is_cpu
+            and x.dtype == torch.float32
+            and x.numel() > 0
+            and self.weight.shape[1] % 16 == 0
+            and self.weight.shape[-2:] == (3, 3)
+            and self.bias is None
+            and self.groups == 1
+            and self.dilation == (1, 1)
+            and not isinstance(self.padding, str)
+            and self.stride[0] == self.stride[1]
+            and self.padding[0] == self.padding[1]
+            and cpu.available()
+        )
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution as matrix products: for few images of many replicas, where calls cost more than copies."""
