@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from testtime import Episodic, load, resnet18, resnet50, train
+from testtime import Episodic, ResizedCropFlip, augment, load, resnet18, resnet50, train
 from testtime.cli import run
 from testtime.data import DataError, TestSet, fit_picture, folder, imagenet, pack, pack_all
 from testtime.data import open as open_set
@@ -191,6 +191,16 @@ def test_the_papers_recipe_is_imagenets_default(root: Path) -> None:
     assert np.array_equal(setup.source.images([0])[0].permute(1, 2, 0).numpy(), np.asarray(naive)[:, 51:307])
     naive = Image.open(root / "imagenet/val" / WNIDS[0] / "0.JPEG").resize((358, 256), Image.Resampling.BILINEAR)
     assert np.array_equal(setup.test.images([0])[0].permute(1, 2, 0).numpy(), np.asarray(naive)[16:240, 67:291])
+
+
+def test_crops_may_be_kept_large(root: Path) -> None:
+    assert prepare("imagenet", root=root, size=28).net.card.augment == {"name": "resized-crop-flip", "size": 28}
+    net = prepare("imagenet", root=root, size=28, area=0.35).net
+    assert net.card.augment == {"name": "resized-crop-flip", "size": 28, "scale": [0.35, 1.0]}
+    assert augment.make(net.card.augment) == ResizedCropFlip(28, scale=(0.35, 1.0))
+    for wrong in ({"area": 0.0}, {"area": 1.5}, {"area": 0.5, "network": "resnet26"}):
+        with pytest.raises(ValueError, match="`area` must lie in"):
+            prepare("imagenet", root=root, size=28, **wrong)  # type: ignore[arg-type]
 
 
 def test_the_cache_is_made_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

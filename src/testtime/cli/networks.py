@@ -58,6 +58,14 @@ def train(
             rich_help_panel="Network",
         ),
     ] = None,
+    crop_area: Annotated[
+        float | None,
+        typer.Option(
+            help="Smallest share of a photograph that a random crop takes.",
+            show_default="0.08",
+            rich_help_panel="Network",
+        ),
+    ] = None,
     epochs: Annotated[
         int | None,
         typer.Option(
@@ -145,6 +153,7 @@ def train(
                 depth=depth,
                 norm=norm,
                 size=size,
+                area=crop_area,
                 seed=each[0],
                 root=data_root,
                 limit=limit,
