@@ -117,11 +117,7 @@ class Learner:
         self.everyone = torch.ones(count, dtype=torch.bool, device=device)
 
     def _fresh(self) -> torch.optim.Optimizer:
-        optimizer = self.settings.optimizer(list(self._targets().values()), lr=self.settings.lr)
-        for group in optimizer.param_groups:
-            if self.flat and group.get("foreach", True) is None:
-                group["foreach"] = False  # torch's form for many tensors takes one in a few large pieces
-        return optimizer
+        return self.settings.optimizer(list(self._targets().values()), lr=self.settings.lr)
 
     def _targets(self) -> dict[str, Tensor]:
         """What the optimizer moves, by name."""
