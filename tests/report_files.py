@@ -62,7 +62,7 @@ def make_file(
         held["network"]: {"fingerprint": marks.get(held["network"], held["network"] + mark), "architecture": shape}
         for held in described.values()
     }
-    folder = root / "folders" / file.stem
+    folder = root / "folders" / file.with_suffix("")
     plan = {"networks": networks, "methods": described, "shuffle": True, "limit": None}
     about = ABOUT | {
         "seeds": [0],
@@ -140,6 +140,8 @@ def make_everything(root: Path) -> list[Path]:
     make_file(root, FILES["tuning"][0], {"fixed": (20, 10, 5), "other": (9, 5, 4)}, level_3)
     sets = ["imagenet", *(f"imagenet-c/{name}/5" for name in SHIFTS)]
     make_file(root, FILES["photographs"][0], {"fixed": [5, 38, 28, 9], "online": [5, 20, 10, 8]}, sets)
+    few = {"fixed": [4, 12, 10, 3], "episodic": [2, 9, 10, 2]}
+    make_file(root, FILES["standard photographs"][0], few, sets, images=20)
     for name, file in TRAININGS.items():
         record = make_record("uda", target="cifar10") if name == "uda" else make_record("plain")
         (root / file).parent.mkdir(parents=True, exist_ok=True)

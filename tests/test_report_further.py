@@ -75,15 +75,15 @@ def test_what_was_not_run_says_so_in_one_line(root: Path) -> None:
         (tell_batch_norm, "batch norm"),
         (tell_gradual, "gradual"),
         (tell_steps, "steps"),
-        (tell_photographs, "photographs"),
     ):
         told = tell(found)
         assert told.count("\n") == 0
         assert told == f"Not run yet: {', '.join(f'`{file}`' for file in FILES[name])} will hold it."
     assert tell_short(found).count("Not run yet") == tell_best(found).count("Not run yet") == 2
+    assert tell_photographs(found).count("Not run yet") == 2
     missing = tell_missing(found).splitlines()
     assert missing[:4] == ["- Object recognition alone (B).", "- UDA-SS.", "- ALP.", "- Batch Normalization."]
-    assert len(missing) == 3 + 8 + 2
+    assert len(missing) == 3 + 9 + 2
 
 
 def test_further_methods_stand_in_the_levels_tables_beside_the_papers(root: Path) -> None:
@@ -307,6 +307,12 @@ def test_the_command_of_a_training_on_photographs() -> None:
     assert training_command("photographs", [record]) == (
         "testtime train --data imagenet --method plain --size 128 --epochs 30 --seed 0 --bf16 --out runs/photographs"
     )
+    held["data"]["name"] = "folder/train"
+    held["network"]["augment"] = {"name": "resized-crop-flip", "size": 128, "scale": [0.35, 1.0]}
+    assert training_command("small", [record]) == (
+        "testtime train --data photographs --method plain --network resnet18 --size 128 --crop-area 0.35 --epochs 30 "
+        "--seed 0 --bf16 --out runs/small"
+    )
 
 
 @pytest.mark.parametrize("held", ["{", "[]", "{}", '{"seconds": 1, "epochs": []}', '{"seconds": 1, "epochs": [1]}'])
@@ -366,6 +372,19 @@ def test_photographs(root: Path) -> None:
     drawing = draw_photographs(found.parts["photographs"])
     assert drawing is not None
     assert {"orig", "gauss"} <= set(re.findall(r"<text[^>]*>([^<]*)</text>", drawing.svg()))
+
+
+def test_the_standard_version_on_photographs_may_have_fewer_images(root: Path) -> None:
+    sets = ["imagenet", *(f"imagenet-c/{name}/5" for name in SHIFTS)]
+    make_file(root, FILES["photographs"][0], {"fixed": [5, 38, 28, 9], "online": [5, 20, 10, 8]}, sets)
+    assert "standard-level-5.json` will hold it" in tell_photographs(read(root))
+    few = {"fixed": [COUNT, 38, 28, 9], "episodic": [0, 36, 26, 9]}
+    make_file(root, FILES["standard photographs"][0], few, sets, images=20)
+    told = tell_photographs(read(root))
+    assert "20 photographs of" in told
+    assert row(told, "episodic (TTT)")[0] == "100.0"
+    gains = {cells[0]: cells[1:] for cells in rows_of(told)[-5:]}
+    assert (gains["original"][0], gains["fog"][3]) == ("+100.00", "+36.00")
 
 
 TELLS = (

@@ -149,6 +149,7 @@ def tell_missing(found: Findings) -> str:
         "best": "Settings other than the paper's",
         "seeds": "Several training seeds: every number here is of one network",
         "photographs": "Photographs",
+        "standard photographs": "The standard version on photographs",
     }
     seen = set(found.levels[5].rows)
     missing = [words for name, words in rows.items() if name not in seen]

@@ -14,6 +14,8 @@ from testtime.report.further import TRAININGS
 from testtime.training import Recipe
 from testtime.training.pool import hash_tensors
 
+_FOLDER = "photographs"  # what a folder of pictures is called in commands
+
 
 def tell_trainings(found: Findings) -> str:
     """Every training: how long, how good, where its network is."""
@@ -73,7 +75,7 @@ def _start(record: Mapping[str, Any], nets: Mapping[str, YNet]) -> str | None:
 def _family(record: Mapping[str, Any]) -> str | None:
     """The data to name on the command line; None for what has no name there."""
     family = record["configuration"]["data"]["name"].split("/")[0]
-    return family if family in ("cifar10", "imagenet") else None
+    return {"folder": _FOLDER}.get(family, family if family in ("cifar10", "imagenet") else None)
 
 
 def training_command(name: str, records: Sequence[Mapping[str, Any]], nets: Mapping[str, YNet] | None = None) -> str:
@@ -86,10 +88,14 @@ def training_command(name: str, records: Sequence[Mapping[str, Any]], nets: Mapp
     """
     held = records[0]["configuration"]
     recipe, shape, family = held["recipe"], held["network"]["architecture"], _family(records[0])
-    usual = Recipe.imagenet() if family == "imagenet" else Recipe.cifar(shape["norm"])
+    crops = family != "cifar10"
+    usual = Recipe.imagenet() if crops else Recipe.cifar(shape["norm"])
     words = [f"testtime train --data {family} --method {recipe['method']}"]
+    words += [f"--network {shape['name']}"] if family == _FOLDER else []
     words += [f"--norm {shape['norm']}"] if shape["norm"] != "group" else []
-    words += [f"--size {shape['size']}"] if family == "imagenet" and shape["size"] != 224 else []
+    words += [f"--size {shape['size']}"] if crops and shape["size"] != 224 else []
+    scale = held["network"].get("augment", {}).get("scale")
+    words += [f"--crop-area {scale[0]:g}"] if scale else []
     words += [_targets([record["configuration"]["target"]["name"] for record in records])] if "target" in held else []
     start = _start(records[0], nets or {})
     words += [f"--start {start}"] if start else []

@@ -32,6 +32,7 @@ FILES: Mapping[str, tuple[Path, ...]] = {
     "best": (FOLDER / "best.json",),
     "tuning": (FOLDER / "tuning.json",),
     "photographs": (PICTURES / "level-5.json",),
+    "standard photographs": (PICTURES / "standard-level-5.json",),
 }
 """The files of each part."""
 
