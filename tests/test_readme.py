@@ -12,7 +12,18 @@ import testtime as tt
 from testtime.demo import CHOICE, METHODS, SHIFTS
 from testtime.report.committed import read_whole
 from testtime.report.documents import fill
-from testtime.report.readme import DEMO, ENGINE, RESULTS, main, tell_cifar, tell_demo, tell_speed
+from testtime.report.readme import (
+    DEMO,
+    ENGINE,
+    ENGINES,
+    RESULTS,
+    TRAININGS,
+    main,
+    read_files,
+    tell_cifar,
+    tell_demo,
+    tell_speed,
+)
 from testtime.report.results import MEAN, Results, collect
 from testtime.report.sources import compare_methods
 from testtime.runs import open_runs
@@ -55,8 +66,8 @@ def test_the_demos_table_is_what_the_results_file_says(results: Results, tmp_pat
 def test_the_readmes_table_is_what_the_results_say() -> None:
     """After new results: python -m testtime.report.readme."""
     whole = read_whole(ROOT)
-    engines = {str(ENGINE): json.loads((ROOT / ENGINE).read_text())}
-    parts = {"results/cifar10": tell_cifar(whole), str(ENGINE): tell_speed(engines, whole)}
+    speed = tell_speed(read_files(ENGINES, ROOT), read_files(TRAININGS, ROOT), whole)
+    parts = {"results/cifar10": tell_cifar(whole), str(ENGINE): speed}
     assert fill(README, parts) == README
     top = whole.tables[0]
     assert (top.family, top.level) == ("cifar10-c", 5)
@@ -68,6 +79,28 @@ def test_the_readmes_table_is_what_the_results_say() -> None:
         assert float(cells[-2]) == pytest.approx(sum(map(float, cells[2:17])) / 15, abs=0.06)
     less = 100 * (1 - top.rows["online"][MEAN].error / top.rows["fixed"][MEAN].error)
     assert f"`online` {less:.0f}%" in README
+
+
+def test_each_network_of_the_engines_file_has_its_table_and_training_its_sentence() -> None:
+    row = {"name": "one", "steps_per_s": 1234.5, "images_per_s": 12.0, "times_naive": 40.0, "peak_mib": 321.0}
+    rows = [row | {"network": "resnet26"}, row | {"network": "resnet18", "name": "two"}]
+    about = {"hardware": "H", "command": "engine.py --device cuda", "versions": {"torch": "9"}}
+    engines = {"cpu.json": about | {"load_average_before": 0.5, "command": "engine.py", "rows": rows[:1]}}
+    engines |= {"gpu.json": about | {"load_average_before": 0.5, "rows": rows}}
+    loops = [
+        {"name": "ordinary loop, 8 workers, bf16", "precision": "bf16", "images_per_s": 10.0, "times_ordinary": 1.0},
+        {"name": "t", "precision": "bf16", "images_per_s": 100.0, "times_ordinary": 10.0, "seeds": 1},
+        {"name": "t", "precision": "bf16", "images_per_s": 150.0, "times_ordinary": 15.0, "seeds": 3},
+    ]
+    trained = {"train.json": {"hardware": "H; C", "command": "train.py", "rows": loops}}
+    told = " ".join(tell_speed(engines, trained, read_whole(ROOT)).split())
+    assert "| two | 1,234.5 | 12.0 | 40.00 | 321 |" in told
+    assert told.count("ResNet-26, 32×32, 32 copies") == 2
+    assert told.count("ResNet-18, 224×224, 64 copies") == 1
+    assert told.count("load average") == 1
+    assert "has not been run" not in told
+    assert "100 images a second (10.0 times), 150 images a second with 3 seeds side by side (15.0 times)" in told
+    assert "against 10 of an ordinary loop, 8 workers; `train.py`" in told
 
 
 def test_the_results_are_those_of_the_demo(results: Results) -> None:

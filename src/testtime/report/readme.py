@@ -1,8 +1,9 @@
 """The README's table and the demo's, made from committed results: `python -m testtime.report.readme`.
 
-Writes parts of `README.md` from `results/cifar10/` and `results/engine-cpu.json`, and the table of `docs/demo.md` and
-its picture from `results/digits-demo.json`. The README's picture is one of those of `testtime.report.findings`. With
-`--check` nothing is written; the exit code says whether both documents already are what the results say.
+Writes parts of `README.md` from `results/cifar10/` and from what the benchmarks wrote to `results/`, and the table of
+`docs/demo.md` and its picture from `results/digits-demo.json`. The README's picture is one of those of
+`testtime.report.findings`. With `--check` nothing is written; the exit code says whether both documents already are
+what the results say.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from testtime.storage import write_whole
 README, DEMO = Path("README.md"), Path("docs/demo.md")
 RESULTS, PICTURE = Path("results/digits-demo.json"), Path("docs/demo.svg")
 ENGINE = Path("results/engine-cpu.json")
+ENGINES, TRAININGS = (ENGINE, Path("results/engine-h200.json")), (Path("results/train-h200.json"),)
+_NETWORKS = {"resnet26": "ResNet-26, 32×32, 32 copies", "resnet18": "ResNet-18, 224×224, 64 copies"}
 _OTHERS = {
     "plain": "is a network trained on the classes alone",
     "uda": "is one that saw the unlabelled test set in training",
@@ -62,41 +65,72 @@ def tell_cifar(results: Results) -> str:
     return f"{table(heads, rows)}\n\n{wrap(words)}"
 
 
-def tell_speed(engines: Mapping[str, Mapping[str, Any]], results: Results) -> str:
-    """Steps a second of the benchmark's rows beside the naive loop's, and the rates of the runs on CIFAR-10-C.
+def tell_speed(
+    engines: Mapping[str, Mapping[str, Any]], training: Mapping[str, Mapping[str, Any]], results: Results
+) -> str:
+    """Steps a second of the benchmark's rows beside the naive loop's, the rates of runs on CIFAR-10-C, and of training.
 
     Args:
         engines: What `benchmarks/engine.py` wrote, by file.
+        training: What `benchmarks/train.py` wrote, by file.
         results: The runs.
     """
     parts = []
     for file, engine in engines.items():
-        rows = [
-            [row["name"], f"{row['steps_per_s']:,.1f}", f"{row['images_per_s']:,.1f}", f"{row['times_naive']:.2f}"]
-            for row in engine["rows"]
-        ]
-        parts.append(table(["ResNet-26, 32×32, 32 copies", "steps/s", "images/s", "× naive loop"], rows))
+        for network in dict.fromkeys(row.get("network", "resnet26") for row in engine["rows"]):
+            own = [row for row in engine["rows"] if row.get("network", "resnet26") == network]
+            parts.append(_tell_rows(_NETWORKS[network], own))
+        loaded = engine["load_average_before"]
+        turns = f"rows measured in turn, load average {loaded} before, " if "cuda" not in engine["command"] else ""
         parts.append(
             wrap(
-                f"{engine['hardware']}; `{engine['command']}`, medians, rows measured in turn, load average "
-                f"{engine['load_average_before']} before, torch {engine['versions']['torch']}; [`{file}`]({file}). A "
-                "step is forward, backward and update on the copies of one image. The naive loop augments each copy as "
-                "a picture of its own and takes one image at a time, as the method is usually written."
+                f"{engine['hardware']}; `{engine['command']}`, medians, {turns}torch {engine['versions']['torch']}; "
+                f"[`{file}`]({file})."
             )
         )
+    parts.append(
+        wrap(
+            "A step is forward, backward and update on the copies of one image. The naive loop augments each copy as a "
+            "picture of its own and takes one image at a time, as the method is usually written."
+        )
+    )
     rates = []
     for method, steps in (("online", 1), ("episodic", 10)):
-        units = [unit for run in results.runs[:2] for unit in run.units if unit.method == method]
+        units = [unit for run in results.runs for unit in run.units if unit.method == method]
         images, seconds = sum(unit.about["counts"]["images"] for unit in units), sum(unit.seconds for unit in units)
         rates.append(f"{images / seconds * steps:,.0f} steps a second for `{method}` ({images:,} images)")
     device = results.runs[0].about["hardware"]["device"]
-    parts.append(
-        wrap(
-            f"On one {device} the runs of the table at the top went at {' and '.join(rates)}, in bfloat16, reading and "
-            "recording included. The benchmark itself has not been run there yet."
-        )
+    alone = "" if len(engines) > 1 else " The benchmark itself has not been run there yet."
+    words = (
+        f"On one {device} the runs of the table at the top went at {' and '.join(rates)}, in bfloat16, reading and "
+        f"recording included.{alone}"
     )
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, wrap(words), *(_tell_training(file, held) for file, held in training.items())])
+
+
+def _tell_rows(title: str, own: Sequence[Mapping[str, Any]]) -> str:
+    memory = any(row.get("peak_mib") for row in own)
+    rows = []
+    for row in own:
+        cells = [f"{row['steps_per_s']:,.1f}", f"{row['images_per_s']:,.1f}", f"{row['times_naive']:,.2f}"]
+        rows.append([row["name"], *cells, *([f"{row['peak_mib']:,.0f}"] if memory else [])])
+    return table([title, "steps/s", "images/s", "× naive loop", *(["peak MiB"] if memory else [])], rows)
+
+
+def _tell_training(file: str, held: Mapping[str, Any]) -> str:
+    """Joint training beside an ordinary loop, in the fastest arithmetic that was measured."""
+    rows = [row for row in held["rows"] if "times_ordinary" in row]
+    rows = [row for row in rows if row["precision"] == rows[-1]["precision"]]
+    ordinary, *ours = rows
+    told = []
+    for row in ours:
+        several = f" with {row['seeds']} seeds side by side" if row["seeds"] > 1 else ""
+        told.append(f"{row['images_per_s']:,.0f} images a second{several} ({row['times_ordinary']:.1f} times)")
+    return wrap(
+        f"Joint training of ResNet-26 on {held['hardware'].split(';')[0]}, {rows[0]['precision']}: {', '.join(told)}, "
+        f"against {ordinary['images_per_s']:,.0f} of an {ordinary['name'].split(', b')[0]}; `{held['command']}`; "
+        f"[`{file}`]({file})."
+    )
 
 
 def tell_demo(results: Results) -> str:
@@ -128,6 +162,12 @@ def tell_demo(results: Results) -> str:
     return "\n\n".join([table(heads, rows), wrap(f"{words} {demo['choice']}")])
 
 
+def read_files(files: Sequence[Path], root: Path = Path()) -> dict[str, Any]:
+    """The contents of JSON files that are there, by name."""
+    there = [file for file in files if (root / file).exists()]
+    return {str(file): json.loads((root / file).read_text(encoding="utf-8")) for file in there}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Update the documents and the demo's picture in the checkout in the current folder; the exit code."""
     parser = argparse.ArgumentParser(description="Make the README's and the demo's table from the results files.")
@@ -135,9 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check = parser.parse_args(arguments).check
     try:
         demo, cifar = collect(open_runs(RESULTS)), read_whole()
-        engines = {str(ENGINE): json.loads(ENGINE.read_text(encoding="utf-8"))}
+        speed = tell_speed(read_files(ENGINES), read_files(TRAININGS), cifar)
         parts = {
-            README: {"results/cifar10": tell_cifar(cifar), str(ENGINE): tell_speed(engines, cifar)},
+            README: {"results/cifar10": tell_cifar(cifar), str(ENGINE): speed},
             DEMO: {str(RESULTS): tell_demo(demo)},
         }
         current = update(parts, check)
