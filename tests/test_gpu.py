@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from testtime import Episodic, Fixed, Online, Prediction, ResizedCropFlip, Rotation, YNet, resnet26
 from testtime.capture import Captured, arithmetic, check_precision
+from testtime.data import TensorSet
 from testtime.networks.replicas import Replicas
 from testtime.randomness import Draws
 from testtime.streams import Streams
@@ -307,6 +308,17 @@ def learn_some(norm: Any, recipe: Recipe, folder: Path | None = None, progress: 
 
 
 SHORT = Recipe(epochs=3, batch=16, lr=0.01, drops=(2,), attack_steps=2)
+
+
+def test_images_that_are_read_on_the_way_train_as_those_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come by a stream of their own, while the step before is still running; bit for bit."""
+    images = Draws.of(0, torch.arange(512)).integers(256, 3, 32, 32).to(torch.uint8)
+    source = TensorSet("pictures", images, torch.arange(512) % 10, tuple("abcdefghij"))
+    recipe = replace(SHORT, batch=32, bf16=True)
+    held = train(resnet26(depth=14, seed=1).cuda(), source, recipe=recipe)
+    monkeypatch.setattr("testtime.training.pool._resident_bytes", lambda device: 0)
+    read = train(resnet26(depth=14, seed=1).cuda(), source, recipe=recipe)
+    assert all(map(torch.equal, held.state_dict().values(), read.state_dict().values()))
 
 
 @pytest.mark.parametrize("method", ["plain", "joint", "alp", "uda"])

@@ -90,13 +90,32 @@ class Trainer:
             for indices, number in zip(shares, numbers, strict=True):
                 yield indices, number, None
             return
+        read = self._reader()
         with ThreadPoolExecutor(1) as ahead:  # reads the next batch from disk while this one is trained on
-            waiting = ahead.submit(self.read_pixels, shares[0])
+            waiting = ahead.submit(read, shares[0])
             for step, (indices, number) in enumerate(zip(shares, numbers, strict=True)):
                 pixels = waiting.result()
                 if step + 1 < self.steps:
-                    waiting = ahead.submit(self.read_pixels, shares[step + 1])
+                    waiting = ahead.submit(read, shares[step + 1])
+                if self.device.type == "cuda":
+                    for tensor in pixels:  # made on another stream, which is not to have the memory back too soon
+                        tensor.record_stream(torch.cuda.current_stream(self.device))
                 yield indices, number, pixels
+
+    def _reader(self) -> Callable[[Tensor], list[Tensor]]:
+        """`read_pixels`, on CUDA on a stream of its own: it does not wait for the steps that are still running."""
+        if self.device.type != "cuda":
+            return self.read_pixels
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # which may not have the order yet
+
+        def read(indices: Tensor) -> list[Tensor]:
+            with torch.cuda.stream(stream):
+                pixels = self.read_pixels(indices)
+            stream.synchronize()
+            return pixels
+
+        return read
 
     def read_pixels(self, indices: Tensor) -> list[Tensor]:
         """The images `(S·b, C, H, W)` of each kind of pool for indices `(S, pools, b)`."""
