@@ -21,7 +21,7 @@ from testtime.networks.replicas import Replicas
 from testtime.networks.ynet import YNet
 from testtime.tasks import Task
 
-_PIXELS = 1 << 15  # of the images that a thread takes at once
+_PIXELS = 1 << 14  # of the images that a thread takes at once: more, and memory is given back and asked for anew
 _NUMBERS = 1 << 25  # that the replicas of a chunk may have together
 _WORKERS = 8
 
