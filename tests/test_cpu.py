@@ -19,6 +19,7 @@ from testtime.cpu import build
 from testtime.networks import resnet26
 from testtime.networks.replicas import PARTS, Replicas
 from testtime.randomness import Draws
+from testtime.streams import Streams
 
 needs_compiler = pytest.mark.skipif(not cpu.available(), reason="there is no C++ compiler, or it is not to be used")
 
@@ -130,23 +131,25 @@ def test_a_chain_of_replicas_that_are_alike_is_that_of_any(images: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 1), (1, 0), (3, 2)])
 @pytest.mark.parametrize(("inputs", "outputs"), [(3, 16), (16, 32), (5, 48)])
-@pytest.mark.parametrize(("count", "images", "height", "width"), [(4, 1, 9, 6), (3, 3, 5, 8), (2, 2, 3, 3)])
-def test_convolution_of_replicas_that_are_alike(
-    stride: int, padding: int, inputs: int, outputs: int, count: int, images: int, height: int, width: int
+@pytest.mark.parametrize(("count", "images", "height", "width"), [(4, 1, 9, 6), (3, 3, 5, 8), (1, 2, 3, 3)])
+def test_convolution_with_its_gradient_by_filters_apart(
+    alike: bool, stride: int, padding: int, inputs: int, outputs: int, count: int, images: int, height: int, width: int
 ) -> None:
-    x, weight = numbers(0, count * images, inputs, height, width), numbers(1, 1, outputs, inputs, 3, 3)
-    ours = [x.clone().requires_grad_(), weight.expand(count, -1, -1, -1, -1).requires_grad_()]
-    exact = [x.double().requires_grad_(), weight.double().repeat(count, 1, 1, 1, 1).requires_grad_()]
-    y = cpu.convolve_alike(*ours, stride, padding)
+    x, weight = numbers(0, count * images, inputs, height, width), numbers(1, count, outputs, inputs, 3, 3)
+    weight = weight[:1].expand_as(weight) if alike else weight
+    ours = [x.clone().requires_grad_(), weight.detach().requires_grad_()]
+    exact = [x.double().requires_grad_(), weight.double().contiguous().requires_grad_()]
+    y = cpu.convolve_apart(*ours, stride, padding)
     pieces = zip(exact[0].chunk(count), exact[1], strict=True)
     expected = torch.cat([F.conv2d(piece, w, None, stride, padding) for piece, w in pieces])
     check([y], [expected], 2e-6)
     grad = numbers(2, *y.shape)
     gradients = torch.autograd.grad(y, ours, grad)
     check(list(gradients), list(torch.autograd.grad(expected, exact, grad.double())), 2e-6)
-    assert torch.equal(torch.autograd.grad(cpu.convolve_alike(*ours, stride, padding), ours[1], grad)[0], gradients[1])
+    assert torch.equal(torch.autograd.grad(cpu.convolve_apart(*ours, stride, padding), ours[1], grad)[0], gradients[1])
 
 
 @needs_compiler
@@ -329,3 +332,19 @@ def test_processes_that_begin_at_once_do_not_spoil_each_other(tmp_path: Path) ->
     started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
     assert [process.wait(120) for process in started] == [0, 0, 0]
     assert [path.suffix for path in build.cache_folder().iterdir()] == [".so"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_is_learned_does_not_depend_on_the_number_of_threads(count: int) -> None:
+    """Bit for bit; torch's own gradients by filters do."""
+    net, threads = resnet26(depth=14, seed=1), torch.get_num_threads()
+    found = []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            streams = Streams(net, count, lr=0.05)
+            found.append([streams.predict(numbers(step, count, 3, 32, 32).sigmoid()).logits for step in range(3)])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, other) for calls in found[1:] for one, other in zip(found[0], calls, strict=True))

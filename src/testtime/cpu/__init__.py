@@ -11,7 +11,7 @@ result. Without a compiler, or with `TESTTIME_COMPILE=0` set, `available` says n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.nn.grad import conv2d_input
 
 from testtime.cpu.build import Chain, Filters, Layer, Norm, available, kernels
 
-__all__ = ["CHANNELS", "Convolution", "GroupNorm", "available", "convolve", "convolve_alike", "group_norm"]
+__all__ = ["CHANNELS", "Convolution", "GroupNorm", "available", "convolve", "convolve_apart", "group_norm"]
 
 CHANNELS = (16, 32, 64, 128)  # that `convolve` is compiled for
 
@@ -83,16 +83,19 @@ def convolve(x: Tensor, layers: Sequence[Convolution], plus: Tensor | None = Non
     return _Convolve.apply(x, plus, layers, *tensors)  # type: ignore[return-value]
 
 
-def convolve_alike(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
-    """A 3×3 convolution of replicas that all have the same filters; each has a gradient by them of its own.
+def convolve_apart(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    """A 3×3 convolution of any stride, by torch but for the gradient by the filters.
+
+    That does not depend on the number of threads, as torch's does, and all replicas' comes at once.
 
     Args:
         x: Images `(S·B, inputs, H, W)`, float32.
-        weight: Filters `(S, outputs, inputs, 3, 3)`, an expanded tensor; outputs are a multiple of 16.
+        weight: Filters `(S, outputs, inputs, 3, 3)`; outputs are a multiple of 16. Of an expanded tensor, whose
+            replicas have the same filters, each has a gradient of its own.
         stride: Of the convolution.
         padding: On all sides.
     """
-    return _ConvolveAlike.apply(x, weight, stride, padding)  # type: ignore[return-value]
+    return _ConvolveApart.apply(x, weight, stride, padding)  # type: ignore[return-value]
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -146,25 +149,39 @@ class _Convolve(torch.autograd.Function):
         return grad_x, grad if of_plus and alone else grad_plus, None, *gradients
 
 
-class _ConvolveAlike(torch.autograd.Function):
+class _ConvolveApart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sizes = stride, padding
-        return F.conv2d(x, weight[0], None, stride, padding)
+        return torch.cat([F.conv2d(piece, own, None, stride, padding) for piece, own in _pieces(x, weight)])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x, weight), (stride, padding) = ctx.saved_tensors, ctx.sizes
         x, grad = _channels_last(x), _channels_last(grads[0])
-        grad_x = conv2d_input(x.shape, weight[0], grad, stride, padding) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        count, images, threads = _sizes(x, weight)
-        inner = x.shape[2], x.shape[3], x.shape[1], *grad.shape[2:], grad.shape[1]
-        filters = Filters(count, images, *inner, stride, padding, threads)
-        kernels().filter_gradient(filters, *_pointers(x, grad, grad_weight))
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            pieces = [
+                conv2d_input((len(piece), *x.shape[1:]), own, piece, stride, padding)
+                for piece, own in _pieces(grad, weight)
+            ]
+            grad_x = torch.cat(pieces)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            count, images, threads = _sizes(x, weight)
+            inner = x.shape[2], x.shape[3], x.shape[1], *grad.shape[2:], grad.shape[1]
+            filters = Filters(count, images, *inner, stride, padding, threads)
+            kernels().filter_gradient(filters, *_pointers(x, grad, grad_weight))
         return grad_x, grad_weight, None, None
+
+
+def _pieces(images: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Images and the filters for them: all at once where the replicas have the same."""
+    if weight.stride(0) == 0:
+        return iter([(images, weight[0])])
+    return zip(images.chunk(len(weight)), weight, strict=True)
 
 
 def _forward(

@@ -270,26 +270,27 @@ extern "C" {
 // dw (S, outputs, inputs, 3, 3), each replica's gradient by the filters, from the gradient g by the output.
 void filter_gradient(const Filters* filters, const float* x, const float* g, float* dw) {
     const Filters& f = *filters;
-    int vectors = f.outputs / LANES;
+    int vectors = f.outputs / LANES, images = f.replicas * f.images;
     int64_t in = static_cast<int64_t>(f.height) * f.width * f.inputs;
     int64_t out = static_cast<int64_t>(f.rows) * f.columns * f.outputs;
+    float* padded = caller.get(f.padded() * images);
 #pragma omp parallel num_threads(f.threads)
     {
-        float* padded = worker.get(f.padded() * f.images);
-        std::fill_n(padded, f.padded() * f.images, 0.0f);
 #pragma omp for schedule(static)
-        for (int replica = 0; replica < f.replicas; replica++) {
-            int64_t first = static_cast<int64_t>(replica) * f.images;
-            for (int n = 0; n < f.images; n++) pad(f, x + (first + n) * in, padded + n * f.padded());
-            for (int index = 0; index < f.inputs * vectors; index++) {
-                int i = index / vectors, o = index % vectors * LANES;
-                Vector sums[9] = {};
-                for (int n = 0; n < f.images; n++)
-                    add_taps(f, padded + n * f.padded() + i, g + (first + n) * out + o, sums);
-                float* filter = dw + ((static_cast<int64_t>(replica) * f.outputs + o) * f.inputs + i) * 9;
-                for (int lane = 0; lane < LANES; lane++)
-                    for (int k = 0; k < 9; k++) filter[lane * f.inputs * 9 + k] = sums[k][lane];
-            }
+        for (int n = 0; n < images; n++) {
+            std::fill_n(padded + n * f.padded(), f.padded(), 0.0f);
+            pad(f, x + n * in, padded + n * f.padded());
+        }
+#pragma omp for schedule(static)
+        for (int index = 0; index < f.replicas * f.inputs * vectors; index++) {
+            int replica = index / (f.inputs * vectors);
+            int i = index / vectors % f.inputs, o = index % vectors * LANES, first = replica * f.images;
+            Vector sums[9] = {};
+            for (int n = first; n < first + f.images; n++)
+                add_taps(f, padded + n * f.padded() + i, g + n * out + o, sums);
+            float* filter = dw + ((static_cast<int64_t>(replica) * f.outputs + o) * f.inputs + i) * 9;
+            for (int lane = 0; lane < LANES; lane++)
+                for (int k = 0; k < 9; k++) filter[lane * f.inputs * 9 + k] = sums[k][lane];
         }
     }
 }

@@ -82,12 +82,15 @@ class _Conv2d(nn.Module):
             flat = None if bias is None else bias.flatten()
             wide = F.conv2d(wide, weight.flatten(0, 1), flat, *rest, self.groups * count)
             return wide.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
-        if count > 1 and weight.stride(0) == 0 and self._fits_alike(x):
-            return cpu.convolve_alike(x, weight, self.stride[0], self.padding[0])
+        apart = self._compiles_apart(x)
+        if apart and weight.stride(0) == 0:
+            return cpu.convolve_apart(x, weight, self.stride[0], self.padding[0])
         patch = x.shape[1] * x.shape[2] * x.shape[3] * weight.shape[-2] * weight.shape[-1]
         few = not x.is_cuda and count > 1 and 0 < len(x) <= _FEW * count and patch <= _SMALL
         if few and self.groups == 1 and not isinstance(self.padding, str):
             return self._multiply(x, weight, bias)
+        if apart and torch.is_grad_enabled():
+            return cpu.convolve_apart(x, weight, self.stride[0], int(self.padding[0]))
         biases = [None] * count if bias is None else bias
         pieces = zip(x.chunk(count), weight, biases, strict=True)
         return _concatenate([F.conv2d(piece, w, b, *rest, self.groups) for piece, w, b in pieces])
@@ -98,8 +101,8 @@ class _Conv2d(nn.Module):
         images = len(x) // count * (x.shape[2] // self.stride[0]) * (x.shape[3] // self.stride[1])
         return max(outputs, inputs) <= _NARROW and images * outputs < _LARGE
 
-    def _fits_alike(self, x: Tensor) -> bool:
-        """Whether there is a compiled form on the CPU for replicas that have the same filters."""
+    def _compiles_apart(self, x: Tensor) -> bool:
+        """Whether the gradient by the filters has a compiled form on the CPU, whatever the stride."""
         return (
             x.is_cpu
             and x.dtype == torch.float32
