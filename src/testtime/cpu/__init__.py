@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.grad import conv2d_input
 
 from testtime.cpu.build import Chain, Filters, Layer, Norm, available, kernels
 
@@ -154,7 +153,7 @@ class _ConvolveApart(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sizes = stride, padding
-        return torch.cat([F.conv2d(piece, own, None, stride, padding) for piece, own in _pieces(x, weight)])
+        return _join([F.conv2d(piece, own, None, stride, padding) for piece, own in _pieces(x, weight)])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -163,11 +162,12 @@ class _ConvolveApart(torch.autograd.Function):
         x, grad = _channels_last(x), _channels_last(grads[0])
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            pieces = [
-                conv2d_input((len(piece), *x.shape[1:]), own, piece, stride, padding)
-                for piece, own in _pieces(grad, weight)
-            ]
-            grad_x = torch.cat(pieces)
+            sides = [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1
+            pairs = zip(_pieces(x, weight), _pieces(grad, weight), strict=True)
+            backward = torch.ops.aten.convolution_backward
+            grad_x = _join(
+                [backward(g, piece, own, None, *sides, [True, False, False])[0] for (piece, own), (g, _) in pairs]
+            )
         if ctx.needs_input_grad[1]:
             grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
             count, images, threads = _sizes(x, weight)
@@ -175,6 +175,10 @@ class _ConvolveApart(torch.autograd.Function):
             filters = Filters(count, images, *inner, stride, padding, threads)
             kernels().filter_gradient(filters, *_pointers(x, grad, grad_weight))
         return grad_x, grad_weight, None, None
+
+
+def _join(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _pieces(images: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
