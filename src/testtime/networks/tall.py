@@ -51,13 +51,21 @@ class _Conv2d(nn.Module):
         self.weight, self.bias = stack(layer.weight), stack(layer.bias)  # (S, outputs, inputs / groups, k, k)
         self.stride, self.dilation, self.groups = layer.stride, layer.dilation, layer.groups
         self.padding: Any = layer.padding  # a pair or "same"
+        # A 3×3 convolution without anything special, the same in rows and columns: what our kernels know.
+        self.square = (
+            layer.kernel_size == (3, 3)
+            and layer.bias is None
+            and layer.groups == 1
+            and layer.dilation == (1, 1)
+            and not isinstance(layer.padding, str)
+            and layer.stride[0] == layer.stride[1]
+            and layer.padding[0] == layer.padding[1]
+        )
         self.compiled = (
             layer.in_channels == layer.out_channels
             and layer.in_channels in cpu.CHANNELS
-            and layer.kernel_size == (3, 3)
-            and layer.stride == layer.padding == layer.dilation == (1, 1)
-            and layer.groups == 1
-            and layer.bias is None
+            and self.square
+            and layer.stride == layer.padding == (1, 1)
             and layer.weight.dtype == torch.float32
         )
 
@@ -103,20 +111,8 @@ class _Conv2d(nn.Module):
 
     def _compiles_apart(self, x: Tensor) -> bool:
         """Whether the gradient by the filters has a compiled form on the CPU, whatever the stride."""
-        return (
-            x.is_cpu
-            and x.dtype == torch.float32
-            and x.numel() > 0
-            and self.weight.shape[1] % 16 == 0
-            and self.weight.shape[-2:] == (3, 3)
-            and self.bias is None
-            and self.groups == 1
-            and self.dilation == (1, 1)
-            and not isinstance(self.padding, str)
-            and self.stride[0] == self.stride[1]
-            and self.padding[0] == self.padding[1]
-            and cpu.available()
-        )
+        fits = self.square and x.is_cpu and x.dtype == torch.float32 and x.numel() > 0
+        return fits and self.weight.shape[1] % 16 == 0 and cpu.available()
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution as matrix products: for few images of many replicas, where calls cost more than copies."""
@@ -295,17 +291,7 @@ def _kernels_fit(layer: _Conv2d | _GroupNorm, x: Tensor) -> bool:
         channels = x.shape[1]
         return layer.weight is not None and channels <= 1024 and channels & (channels - 1) == 0
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return (
-        not exact
-        and layer.bias is None
-        and layer.groups == 1
-        and layer.dilation == (1, 1)
-        and not isinstance(layer.padding, str)
-        and layer.stride[0] == layer.stride[1]
-        and layer.padding[0] == layer.padding[1]
-        and layer.weight.shape[-2:] == (3, 3)
-        and max(layer.weight.shape[1:3]) <= 64
-    )
+    return layer.square and not exact and max(layer.weight.shape[1:3]) <= 64
 
 
 def _cpu_fits(layer: _Conv2d | _GroupNorm, x: Tensor) -> bool:
