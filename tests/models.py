@@ -1,10 +1,23 @@
-"""Small models written by hand, as a user would have them, for the tests to split and to copy."""
+"""Small models written by hand, as a user would have them, and pictures to train them with, for several tests."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from testtime.randomness import Draws
+
+CLASSES = 3
+
+
+def pictures(count: int = 26, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Noise images `(count, 1, 8, 8)` with a bright bar across, whose height is the class."""
+    numbers = torch.arange(count)
+    labels = Draws.of(seed, numbers).purpose("label").integers(CLASSES)
+    images = Draws.of(seed, numbers).purpose("image").integers(100, 1, 8, 8)
+    rows = torch.arange(8) // 3 == labels[:, None]  # (count, 8)
+    return (images + 150 * rows[:, None, :, None]).to(torch.uint8), labels
 
 
 def sequential() -> nn.Module:

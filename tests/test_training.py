@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn import functional as F
 
+from models import CLASSES, pictures
 from testtime import training
 from testtime.augment import CropFlip
 from testtime.data.sets import TensorSet
@@ -23,8 +24,6 @@ from testtime.networks.ynet import Card
 from testtime.randomness import Draws
 from testtime.tasks import Rotation
 from testtime.training import Batch, Pool, Progress, Recipe, Trainer, Training, TrainingError, shuffle, train
-
-CLASSES = 3
 
 
 def small_net(norm: str = "group", seed: int = 0) -> YNet:
@@ -39,15 +38,6 @@ def small_net(norm: str = "group", seed: int = 0) -> YNet:
             for outputs in (CLASSES, 4)
         ]
     return YNet(encoder, *heads, Card(mean=(0.5,), std=(0.5,), augment={"name": "crop-flip", "padding": 1}))
-
-
-def pictures(count: int = 26, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Noise images `(count, 1, 8, 8)` with a bright bar across, whose height is the class."""
-    numbers = torch.arange(count)
-    labels = Draws.of(seed, numbers).purpose("label").integers(CLASSES)
-    images = Draws.of(seed, numbers).purpose("image").integers(100, 1, 8, 8)
-    rows = torch.arange(8) // 3 == labels[:, None]  # (count, 8)
-    return (images + 150 * rows[:, None, :, None]).to(torch.uint8), labels
 
 
 SHORT = Recipe(epochs=3, batch=8, lr=0.05, drops=(2,))

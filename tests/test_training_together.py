@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from models import CLASSES, pictures
 from testtime import cli
 from testtime.networks import YNet, load, resnet26
 from testtime.networks.ynet import Card
@@ -29,7 +30,6 @@ from testtime.training import (
     train_together,
 )
 
-CLASSES = 3
 SHORT = Recipe(epochs=3, batch=8, lr=0.02, drops=(2,), attack_steps=2)
 CPU = torch.device("cpu")
 
@@ -42,15 +42,6 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def network(norm: Any = "group", seed: int = 0) -> YNet:
     return resnet26(CLASSES, norm=norm, depth=8, channels=1, size=8, seed=seed)
-
-
-def pictures(count: int = 26, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Noise images `(count, 1, 8, 8)` with a bright bar across, whose height is the class."""
-    numbers = torch.arange(count)
-    labels = Draws.of(seed, numbers).purpose("label").integers(CLASSES)
-    images = Draws.of(seed, numbers).purpose("image").integers(100, 1, 8, 8)
-    rows = torch.arange(8) // 3 == labels[:, None]  # (count, 8)
-    return (images + 150 * rows[:, None, :, None]).to(torch.uint8), labels
 
 
 def curve(net: YNet, key: str = "loss") -> list[float]:
