@@ -6,6 +6,7 @@ A step of test-time training is some hundred small kernels; launching them one b
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, get_args
 
@@ -29,15 +30,15 @@ class Captured:
 
     def __init__(self, function: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> None:
         self._inputs = [tensor.clone() for tensor in inputs]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        stream = _recording_stream(torch.cuda.current_device())
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(2):
                 function(*self._inputs)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         # "thread_local": another thread may read the next batch to the device meanwhile.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self._outputs = function(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -46,6 +47,12 @@ class Captured:
             static.copy_(tensor)
         self._graph.replay()
         return tuple(tensor.clone() for tensor in self._outputs)
+
+
+@functools.cache
+def _recording_stream(device: int) -> torch.cuda.Stream:
+    """Of a high priority, which the graph remembers: what runs beside stands back."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class Series:
@@ -63,15 +70,17 @@ class Series:
         assert length >= 2  # Captured tries the function twice
         self._length = length
         self._inputs = [tensor.unsqueeze(0).repeat(length, *[1] * tensor.dim()) for tensor in inputs]
-        self._outputs: list[Tensor] = []
+        self._outputs = torch.empty(0)
+        self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._next = torch.zeros(1, dtype=torch.int64, device=inputs[0].device)
 
         def advance() -> tuple[Tensor, ...]:
             outputs = function(*(tensor.index_select(0, self._next)[0] for tensor in self._inputs))
-            if not self._outputs:
-                self._outputs = [output.new_empty(length, *output.shape) for output in outputs]
-            for stretch, output in zip(self._outputs, outputs, strict=True):
-                stretch.index_copy_(0, self._next, output[None])
+            row = torch.cat([output.flatten().view(torch.uint8) for output in outputs])  # of bytes: one launch for all
+            if not self._forms:
+                self._outputs = row.new_empty(length, len(row))
+                self._forms = [(output.shape, output.dtype) for output in outputs]
+            self._outputs.index_copy_(0, self._next, row[None])
             self._next += 1
             return ()
 
@@ -86,8 +95,12 @@ class Series:
                 stretch[: len(tensor)] = tensor
             for _ in range(len(given[0])):
                 self._captured()
-            stretches.append([stretch[: len(given[0])].clone() for stretch in self._outputs])
-        return tuple(torch.cat(parts) for parts in zip(*stretches, strict=True))
+            stretches.append(self._outputs[: len(given[0])].clone())
+        rows = torch.cat(stretches)
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in self._forms]
+        pieces = zip(rows.split(sizes, dim=1), self._forms, strict=True)
+        copies = ((piece.clone(memory_format=torch.contiguous_format), *form) for piece, form in pieces)
+        return tuple(piece.view(dtype).view(-1, *shape) for piece, shape, dtype in copies)
 
 
 class Beside:
@@ -100,8 +113,7 @@ class Beside:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Of another priority than the streams that graphs are recorded on, lest it be one of them.
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._within = contextlib.ExitStack()
         self._runs = False
 

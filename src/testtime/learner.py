@@ -117,7 +117,11 @@ class Learner:
         self.everyone = torch.ones(count, dtype=torch.bool, device=device)
 
     def _fresh(self) -> torch.optim.Optimizer:
-        return self.settings.optimizer(list(self._targets().values()), lr=self.settings.lr)
+        optimizer = self.settings.optimizer(list(self._targets().values()), lr=self.settings.lr)
+        for group in optimizer.param_groups:
+            if self.flat and group.get("foreach", True) is None:
+                group["foreach"] = False  # torch's form for many tensors takes one in a few large pieces
+        return optimizer
 
     def _targets(self) -> dict[str, Tensor]:
         """What the optimizer moves, by name."""
