@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from testtime import CropFlip, Rotation
+from testtime import CropFlip, Prediction, Rotation, prediction
+from testtime.networks.resnet import ZeroPadShortcut
 from testtime.randomness import GOLDEN, Draws, _mix
 
 pytest.importorskip("triton")
@@ -140,3 +143,134 @@ def test_the_hash_in_one_launch_is_the_hash() -> None:
     for factor, plus in ((1, 0), (1, 12345), (GOLDEN, -7)):
         found = kernels.mix(numbers.to(DEVICE), factor, plus)
         assert torch.equal(found.cpu(), _mix(numbers, factor, plus))
+
+
+# Ends of networks, blocks and episodes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("channels", "outputs", "size"), [(64, 4, 8), (16, 10, 5), (1024, 3, 3)])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_means_through_a_linear_layer_are_torchs(
+    replicas: int, channels: int, outputs: int, size: int, dtype: torch.dtype
+) -> None:
+    from testtime import kernels
+
+    x = images_last(2 * replicas, channels, size, size).to(dtype).requires_grad_(True)
+    weight = normals(replicas, outputs, channels, seed=1).requires_grad_(True)
+    bias = normals(replicas, outputs, seed=2).requires_grad_(True)
+    y = kernels.pool_linear(x, weight, bias)
+    means = x.double().mean((2, 3)).unflatten(0, (replicas, 2))
+    expected = (means @ weight.double().transpose(1, 2) + bias.double()[:, None]).flatten(0, 1)
+    assert y.dtype == torch.float32
+    assert torch.allclose(y.double(), expected, rtol=1e-5, atol=1e-5)
+    upstream = normals(*y.shape, seed=3)
+    gradients = torch.autograd.grad(y, (x, weight, bias), upstream)
+    references = torch.autograd.grad(expected, (x, weight, bias), upstream.double())
+    for gradient, reference in zip(gradients, references, strict=True):
+        bound = 1e-5 if gradient.dtype == torch.float32 else 2.0**-7
+        assert torch.allclose(gradient.double(), reference.double(), rtol=bound, atol=bound * 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("channels", "extra", "height", "width"), [(16, 16, 8, 8), (3, 0, 4, 6), (32, 32, 34, 2)])
+def test_a_shortcut_that_halves_is_torchs(
+    channels: int, extra: int, height: int, width: int, dtype: torch.dtype
+) -> None:
+    from testtime import kernels
+
+    x = images_last(3, channels, height, width).to(dtype).requires_grad_(True)
+    y = kernels.halve(x, extra)
+    expected = ZeroPadShortcut(2, extra)(x.double())
+    bound = 1e-6 if dtype == torch.float32 else 2.0**-7
+    assert torch.allclose(y.double(), expected, rtol=bound, atol=1e-6)
+    upstream = normals(*y.shape, seed=1).to(dtype)
+    found = torch.autograd.grad(y, x, upstream)[0]
+    assert torch.equal(found, torch.autograd.grad(expected, x, upstream.double())[0].to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [8, 40])
+@pytest.mark.parametrize("used", ["both", "norm", "input"])
+def test_a_norm_adds_the_gradient_of_its_input(used: str, size: int, dtype: torch.dtype) -> None:
+    """Images of 40×40 pixels do not fit into a tile."""
+    from testtime import kernels
+
+    x = images_last(4, 16, size, size).to(dtype).requires_grad_(True)
+    weight, bias = normals(2, 16, seed=1).requires_grad_(True), normals(2, 16, seed=2).requires_grad_(True)
+    y, again = kernels.fork_group_norm(x, 8, weight, bias, 1e-5, relu=True)
+    assert torch.equal(again, x)
+    one, other = (normals(*x.shape, seed=seed).to(dtype) for seed in (3, 4))
+    pieces = zip(x.double().chunk(2), weight.double(), bias.double(), strict=True)
+    expected = torch.cat([F.group_norm(piece, 8, *rest, 1e-5) for piece, *rest in pieces]).relu()
+    found, reference = x.new_zeros(()), x.new_zeros(()).double()
+    if used != "input":
+        found, reference = found + (y * one).sum(), reference + (expected * one.double()).sum()
+    if used != "norm":
+        found, reference = found + (again * other).sum(), reference + (x.double() * other.double()).sum()
+    gradients = torch.autograd.grad(found, (x, weight, bias))
+    references = torch.autograd.grad(reference, (x, weight, bias), materialize_grads=True)
+    for gradient, wanted in zip(gradients, references, strict=True):
+        difference = (gradient.double() - wanted.double()).norm()
+        assert difference <= (1e-5 if dtype == torch.float32 else 1e-2) * wanted.norm() + 1e-6
+
+
+@pytest.mark.parametrize(("images", "classes"), [(1, 10), (3, 10), (5, 700)])
+def test_an_episode_is_settled_as_torch_does(images: int, classes: int) -> None:
+    """Of nine replicas: some want nothing, some have got worse, some are no numbers."""
+    before, after = (normals(9, images, classes, seed=seed) for seed in (0, 1))
+    loss_before, loss_after = (normals(9, images, seed=seed).abs() for seed in (2, 3))
+    wanted = normals(9, images, seed=4) > -0.5
+    wanted[0], loss_after[1], loss_after[2], before[3] = False, float("nan"), float("inf"), float("nan")
+    loss_after[4], after[5], wanted[7], loss_after[7] = loss_before[4] + 3.5, float("nan"), True, 0
+    finite = torch.tensor([True] * 6 + [False] + [True] * 2, device=DEVICE)
+    for guard in (0.3, 3.0, float("inf")):
+        given = wanted, before, loss_before, loss_before.exp(), after, loss_after, finite, guard
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prediction, "has_triton", lambda: False)
+            expected, undone = prediction.settle(*given)
+            patch.setattr(prediction, "has_triton", lambda: True)
+            patch.setattr(Tensor, "is_cuda", property(lambda tensor: True))
+            found, found_undone = prediction.settle(*given)
+        assert undone.any()
+        assert not undone.all()
+        assert torch.equal(found_undone, undone)
+        for field in fields(Prediction):
+            assert torch.equal(*(getattr(one, field.name).nan_to_num(7.0) for one in (found, expected))), field.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (3,), (70, 91)])
+def test_only_chosen_rows_are_put_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    from testtime import kernels
+
+    now, old = ((normals(4, *shape, seed=seed) * 100).to(dtype) for seed in (0, 1))
+    now[2], old[0] = -1, 8
+    rows = torch.tensor([True, False, False, True], device=DEVICE)
+    expected = torch.stack([old[0], now[1], now[2], old[3]])
+    kernels.put_back(now, old, rows)
+    assert torch.equal(now, expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs", "stride"), [(64, 64, 1), (32, 64, 2), (16, 40, 1), (3, 16, 1)])
+@pytest.mark.parametrize("images", [2, 18])
+def test_tiles_of_few_and_of_many_images_convolve(
+    images: int, inputs: int, outputs: int, stride: int, transposed: bool
+) -> None:
+    """Where there are few tiles, each has a share of the outputs."""
+    from testtime.kernels import channels_last, tiles
+
+    x = images_last(4 * images, inputs, 8, 8)
+    weight = (normals(4, 3, 3, inputs, outputs, seed=1) / (3 * inputs**0.5)).permute(0, 4, 3, 1, 2)
+    exact = x.double().requires_grad_(True)
+    pieces = zip(exact.chunk(4), weight.double(), strict=True)
+    expected = torch.cat([F.conv2d(piece, filters, None, stride, 1) for piece, filters in pieces])
+    given, plus = images_last(*expected.shape, seed=2), None
+    if transposed:
+        expected = torch.autograd.grad(expected, exact, given.double())[0]
+    else:
+        given, plus, expected = x, given, expected + given.double()
+    found = channels_last(x, *expected.shape)
+    tiles.convolve(given, weight, found, stride, 1, plus, transposed)
+    assert (found.double() - expected).norm() < 2e-3 * expected.norm()  # TF32 on a GPU

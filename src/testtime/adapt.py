@@ -27,6 +27,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -40,11 +41,11 @@ from testtime import augment as augmentations
 from testtime import tasks
 from testtime.augment import CropFlip
 from testtime.calibrate import fastest
-from testtime.capture import Precision, arithmetic, check_precision
+from testtime.capture import Beside, Precision, arithmetic, check_precision
 from testtime.learner import Learner, Settings, is_rowwise, load_learner, save_learner
 from testtime.networks.replicas import Replicas
 from testtime.networks.ynet import YNet
-from testtime.prediction import Prediction
+from testtime.prediction import Prediction, settle
 from testtime.randomness import Draws, has_triton
 from testtime.recording import replay, replay_each
 from testtime.storage import pack_text, unpack_text, whole_file
@@ -108,13 +109,16 @@ def learn(learner: Learner, images: Tensor, draws: Draws, weights: Tensor) -> No
 
 
 @torch.no_grad()
-def look(replicas: Replicas, images: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+def look(
+    replicas: Replicas, images: Tensor, settings: Settings, beside: Beside | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """What the replicas, as they are, say of plain images.
 
     Args:
         replicas: S replicas.
         images: `(S, B, C, H, W)`.
         settings: The task, and whether the answer is that of the image and its mirror image together.
+        beside: Where to compute the classes while the task's outputs are computed.
 
     Returns:
         Class logits `(S, B, K)`, the task's loss `(S, B)`, and its confidence in the plain image `(S, B)`.
@@ -124,14 +128,17 @@ def look(replicas: Replicas, images: Tensor, settings: Settings) -> tuple[Tensor
     views, targets = settings.task.probe(images.flatten(0, 1))
     views = views.view(shape[0], -1, *views.shape[1:])  # (S, B·V, C, h, w)
     features = replicas.encode(views)
+    with beside or nullcontext():
+        if views.shape[-2:] == images.shape[-2:]:
+            plain = features[:, :: views.shape[1] // shape[1]]  # the plain image is its own first view
+        else:
+            plain = replicas.encode(images)
+        logits = replicas.classify(plain).float()
+        if settings.mirrored:
+            logits = (logits + replicas.classify(replicas.encode(images.flip(-1))).float()) / 2
     losses = settings.task.loss(replicas.supervise(features).flatten(0, 1), targets).view(*shape, -1)  # (S, B, V)
-    if views.shape[-2:] == images.shape[-2:]:
-        plain = features[:, :: losses.shape[-1]]  # the plain image is its own first view: no need to encode it again
-    else:
-        plain = replicas.encode(images)
-    logits = replicas.classify(plain).float()
-    if settings.mirrored:
-        logits = (logits + replicas.classify(replicas.encode(images.flip(-1))).float()) / 2
+    if beside is not None:
+        beside.join()
     return logits, losses.mean(-1), torch.exp(-losses[..., 0])
 
 
@@ -151,39 +158,33 @@ def episode(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -
         The answers, every tensor `(S, B, ...)`.
     """
     settings, replicas = learner.settings, learner.replicas
+    assert settings.steps > 0
     draws = Draws.of(settings.seed, samples)
     with learner.beside:  # learning need not wait for it, unless it tells whether to learn
+        good = learner.snapshot()
         logits_before, loss_before, confidence = look(replicas, images, settings)
     if settings.threshold < 1 or replicas.has_statistics:
         learner.beside.join()
     wanted = active[:, None] & gate(confidence, settings.threshold)  # (S, B)
     weights = wanted.float() / wanted.sum(1, keepdim=True).clamp(min=1)
-    good = learner.snapshot()
     # On CUDA nothing is read back and all is computed; elsewhere, what nobody wants is saved.
     idle = not images.is_cuda and not wanted.any()
     try:
         for step in range(0 if idle else settings.steps):
             learn(learner, images, draws.fold(step), weights)
         learner.beside.join()
-        logits, loss_after, _ = (logits_before, loss_before, None) if idle else look(replicas, images, settings)
+        with learner.beside:
+            finite = replicas.finite()
+        logits, loss_after = logits_before, loss_before
+        if not idle:
+            logits, loss_after, _ = look(replicas, images, settings, learner.beside)
     except BaseException:  # Ctrl-C as well: what was half learned is no state to go on from
         learner.beside.join()
         learner.restore(good, learner.everyone)
         raise
-    learned = wanted.any(1) & (settings.steps > 0)
-    risen = torch.where(wanted, loss_after - loss_before, 0).sum(1) / wanted.sum(1).clamp(min=1)
-    sound = (risen <= settings.guard) & replicas.finite()  # a loss that is not a number compares false
-    learner.restore(good, ~(learned & sound))
-    kept = wanted & (learned & sound)[:, None]
-    return Prediction(
-        logits=torch.where(kept[..., None], logits, logits_before),
-        logits_before=logits_before,
-        loss_before=loss_before,
-        loss_after=torch.where(kept, loss_after, loss_before),
-        confidence=confidence,
-        adapted=kept,
-        rolled_back=wanted & (learned & ~sound)[:, None],
-    )
+    answers, undone = settle(wanted, logits_before, loss_before, confidence, logits, loss_after, finite, settings.guard)
+    learner.restore(good, undone)
+    return answers
 
 
 def gate(confidence: Tensor, threshold: float) -> Tensor:

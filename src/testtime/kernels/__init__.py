@@ -10,6 +10,8 @@ with their channels last, `(S·B, H, W, C)`.
 - `group_norm`: GroupNorm with or without the ReLU behind it; a program has one image, which comes from memory once.
   What the backward pass needs besides the input is two numbers for each group.
 - `batch_norm`: BatchNorm with the statistics of each replica's images, with or without the ReLU behind it.
+- `pool_linear`, `halve`: the ends of a network and of its residual blocks.
+- `settle`, `put_back`: the end of an episode.
 - `Gathering`: what a backward pass has left to sum, summed in one launch.
 - `make_views`, `turn`, `normalise`: from pixels to what the first layer reads.
 - `mix`: the hash of randomness.py in one launch.
@@ -17,7 +19,7 @@ with their channels last, `(S·B, H, W, C)`.
 Filters stay float32 in memory and are rounded to the images' dtype as they are read. Products of bfloat16 images are
 summed in float32; products of float32 images are taken in TF32, so exact float32 is not for `convolve` but for cuDNN.
 
-tiles.py and batch.py have them all, in Triton. convolution.cu has the case that matters most, as many channels in as
+The modules here have them all, in Triton. convolution.cu has the case that matters most, as many channels in as
 out and stride 1, in CUDA C++, where a tile can stay in shared memory for all nine taps; native.py compiles it with
 NVRTC, which comes with torch. tests/test_kernels.py runs it on a CPU.
 """
@@ -29,11 +31,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from testtime.kernels import batch, gathering, native, tiles
+from testtime.kernels import batch, ends, gathering, native, tiles
 from testtime.kernels.gathering import Gathering
+from testtime.kernels.keeping import put_back, settle
 from testtime.kernels.views import make_views, normalise, turn
 
-__all__ = ["Gathering", "batch_norm", "convolve", "group_norm", "make_views", "mix", "normalise", "turn"]
+__all__ = [
+    "Gathering",
+    "batch_norm",
+    "convolve",
+    "fork_group_norm",
+    "group_norm",
+    "halve",
+    "make_views",
+    "mix",
+    "normalise",
+    "pool_linear",
+    "put_back",
+    "settle",
+    "turn",
+]
 
 
 def convolve(x: Tensor, weight: Tensor, stride: int, padding: int, plus: Tensor | None = None) -> Tensor:
@@ -56,6 +73,13 @@ def convolve(x: Tensor, weight: Tensor, stride: int, padding: int, plus: Tensor 
 
 def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, relu: bool) -> Tensor:
     """GroupNorm of x `(S·B, C, H, W)`, channels last, with weight and bias `(S, C)`, then ReLU if asked."""
+    return fork_group_norm(x, groups, weight, bias, eps, relu)[0]
+
+
+def fork_group_norm(
+    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, relu: bool
+) -> tuple[Tensor, Tensor]:
+    """As `group_norm`, and x itself for another use: on the way back, the gradients of both are added in one launch."""
     return _GroupNorm.apply(x, groups, weight, bias, eps, relu, gathering.current())  # type: ignore[return-value]
 
 
@@ -80,6 +104,16 @@ def batch_norm(
         mean, variance = batch.moments(x.detach(), running_mean, running_var, momentum)
     rest = eps, training, relu, gathering.current()
     return _BatchNorm.apply(x, mean, variance, weight, bias, *rest)  # type: ignore[return-value]
+
+
+def pool_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Means over the pixels of x `(S·B, C, H, W)` through linear layers, weight `(S, O, C)`; float32 `(S·B, O)`."""
+    return _PoolLinear.apply(x, weight, bias, gathering.current())  # type: ignore[return-value]
+
+
+def halve(x: Tensor, extra: int) -> Tensor:
+    """Means of 2×2 pixels of x `(N, C, H, W)`, with `extra` channels of zeros behind its own."""
+    return _Halve.apply(x, extra)  # type: ignore[return-value]
 
 
 def mix(state: Tensor, factor: int = 1, plus: int = 0) -> Tensor:
@@ -151,7 +185,7 @@ class _GroupNorm(torch.autograd.Function):
         eps: float,
         relu: bool,
         gathered: Gathering | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         x = x.contiguous(memory_format=torch.channels_last)
         y = channels_last(x, *x.shape)
         moments = tiles.norm_forward(x, y, groups, weight, bias, eps, relu)
@@ -161,14 +195,16 @@ class _GroupNorm(torch.autograd.Function):
         if gathered is not None and all(ctx.needs_input_grad[2:4]):
             shares = [gathered.reserve(parameter, len(x) // len(weight)) for parameter in (weight, bias)]
             ctx.shares = None if None in shares else shares
-        return y
+        ctx.set_materialize_grads(False)
+        return y, x
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, bias, moments = ctx.saved_tensors
-        grad = grads[0].contiguous(memory_format=torch.channels_last)
+        grad, plus = (None if one is None else one.contiguous(memory_format=torch.channels_last) for one in grads)
+        grad = torch.zeros_like(x) if grad is None else grad
         grad_x = channels_last(x, *x.shape)
-        given = x, grad, grad_x, ctx.groups, weight, bias, moments, ctx.relu
+        given = x, grad, grad_x, ctx.groups, weight, bias, moments, ctx.relu, plus
         of_weight = of_bias = None
         if ctx.shares is not None and ctx.gathered.collects:
             tiles.norm_backward(*given, *(ctx.gathered.rows(share) for share in ctx.shares))
@@ -226,6 +262,51 @@ class _BatchNorm(torch.autograd.Function):
         return grad_x, None, None, of_weight, of_bias, None, None, None, None
 
 
-def channels_last(like: Tensor, *shape: int) -> Tensor:
-    """An empty tensor of a shape, channels last, with another's dtype and device."""
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+class _PoolLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, gathered: Gathering | None) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        y, means = ends.pool_linear(x, weight, bias)
+        ctx.save_for_backward(means, weight)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.gathered, ctx.shares = gathered, None
+        if gathered is not None and all(ctx.needs_input_grad[1:3]):
+            shares = [gathered.reserve(parameter, len(x) // len(weight)) for parameter in (weight, bias)]
+            ctx.shares = None if None in shares else shares
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        means, weight = ctx.saved_tensors
+        grad_x = channels_last(means, *ctx.shape, dtype=ctx.dtype)
+        of_weight = of_bias = None
+        if ctx.shares is not None and ctx.gathered.collects:
+            parts = [ctx.gathered.rows(share) for share in ctx.shares]
+            ends.pool_linear_backward(grads[0].contiguous(), grad_x, means, weight, *parts)
+        else:
+            rows = len(means) // len(weight)
+            parts = [means.new_empty(rows, *weight.shape), means.new_empty(rows, *weight.shape[:2])]
+            ends.pool_linear_backward(grads[0].contiguous(), grad_x, means, weight, *parts)
+            of_weight, of_bias = (part.sum(0) for part in parts)
+        return grad_x, of_weight, of_bias, None
+
+
+class _Halve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, extra: int) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        images, channels, height, width = ctx.shape = x.shape
+        y = channels_last(x, images, channels + extra, height // 2, width // 2)
+        ends.halve(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x = channels_last(grads[0], *ctx.shape)
+        ends.halve_backward(grads[0].contiguous(memory_format=torch.channels_last), grad_x)
+        return grad_x, None
+
+
+def channels_last(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor of a shape, channels last, with another's device and, unless given, dtype."""
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device, memory_format=torch.channels_last)

@@ -26,7 +26,11 @@ _GRADIENT = 3
 def convolves(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
     """Whether `convolve` can take images x `(S·B, C, H, W)`, bfloat16 or float32, and weights `(S, C, C, 3, 3)`."""
     kind = x.dtype, x.shape[1]
-    return kind in _CONVOLVE and _fits(x, weight, stride, padding, _convolve_pixels(*kind))
+    if kind not in _CONVOLVE or not _fits(x, weight, stride, padding, _convolve_pixels(*kind)):
+        return False
+    # All filters of 64 channels are much to read for a block: too much where there are few tiles.
+    tiles = len(x) * x.shape[2] * x.shape[3] // _convolve_pixels(*kind)
+    return x.shape[1] < 64 or 2 * tiles > _chip(x.device)
 
 
 def gives_gradient(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
@@ -65,7 +69,8 @@ def gradient_rows(x: Tensor, y: Tensor, weight: Tensor) -> int:
     """Into how many parts, to be summed, `filter_gradient` writes."""
     channels = x.shape[1]
     tiles = len(x) // len(weight) * x.shape[2] * x.shape[3] // _gradient_pixels(x.dtype, channels)
-    return _share(_GRADIENT, len(weight) * (channels // 16), tiles, x.device)
+    # Some tiles for each: what they write must be read again to be summed, and others run beside.
+    return _share(_GRADIENT, len(weight) * (channels // 16), max(1, tiles // 4), x.device)
 
 
 def filter_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, padding: int, parts: Tensor) -> None:
@@ -88,8 +93,11 @@ def _gradient_pixels(dtype: torch.dtype, channels: int) -> int:
 
 def _share(side_by_side: int, rows: int, tiles: int, device: torch.device) -> int:
     """Among how many blocks to deal a row's tiles, so that all rows' blocks fill the chip once."""
-    chip = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(tiles, side_by_side * chip // rows))
+    return max(1, min(tiles, side_by_side * _chip(device) // rows))
+
+
+def _chip(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _word(value: bool) -> str:

@@ -44,15 +44,16 @@ def norm_backward(
     bias: Tensor,
     moments: Tensor,
     relu: bool,
+    plus: Tensor | None,
     of_weight: Tensor,
     of_bias: Tensor,
 ) -> None:
-    """Write the gradient by x to `grad_x`, and every image's by weight and bias, `(B, S, C)` in memory."""
+    """Write the gradient by x, plus something, to `grad_x`; every image's by weight and bias, `(B, S, C)` in memory."""
     images, channels, height, width = x.shape
     _norm_backward[(images,)](
-        x, grad, grad_x, weight, bias, moments, of_weight, of_bias, images // len(weight), height * width, len(weight),
-        weight.stride(0), bias.stride(0),
-        C=channels, G=groups, RELU=relu, **_norm_tile(height * width, channels),
+        x, grad, grad if plus is None else plus, grad_x, weight, bias, moments, of_weight, of_bias,
+        images // len(weight), height * width, len(weight), weight.stride(0), bias.stride(0),
+        C=channels, G=groups, RELU=relu, PLUS=plus is not None, **_norm_tile(height * width, channels),
     )  # fmt: skip
 
 
@@ -82,11 +83,14 @@ def convolve(
     block_m = 64 if places < 4096 else 256 if inputs == 16 else 128
     # A row of taps as one product where a tap is too short for one.
     block_k = _power(3 * inputs) if inputs < 16 and phases == 1 else _power(inputs)
-    _convolution[(triton.cdiv(places, block_m), replicas * phases**2)](
+    programs = triton.cdiv(places, block_m), replicas * phases**2
+    # Where there are few programs, each has a share of the outputs.
+    block_n = 16 if programs[0] * programs[1] <= 64 else _power(outputs)
+    _convolution[(*programs, triton.cdiv(outputs, block_n))](
         x, weight, y if plus is None else plus, y,
         per_replica, x.shape[2], x.shape[3], y.shape[2], y.shape[3], rows, columns, weight.stride(0),
         IN=inputs, OUT=outputs, STRIDE=stride, PADDING=padding, TRANSPOSED=transposed, PHASES=phases,
-        PLUS=plus is not None, BLOCK_M=block_m, BLOCK_N=_power(outputs), BLOCK_K=block_k,
+        PLUS=plus is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=4,
     )  # fmt: skip
 
@@ -143,7 +147,7 @@ def _convolution(
     phase_row = tl.program_id(1) // PHASES % PHASES
     phase_column = tl.program_id(1) % PHASES
     place = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    channel = tl.arange(0, BLOCK_N)
+    channel = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = place // columns % rows * PHASES + phase_row
     column = place % columns * PHASES + phase_column
     inside = (place < per_replica * rows * columns) & (row < out_h) & (column < out_w)
@@ -162,7 +166,7 @@ def _convolution(
                 from_row = row * STRIDE - PADDING + tap_row
             good = inside & (from_row >= 0) & (from_row < in_h)
             source = ((image * in_h + from_row) * in_w + first) * IN
-            if BLOCK_K == IN and IN <= 32:
+            if BLOCK_K == IN and (IN <= 32 or BLOCK_N <= 16):
                 # Three loads on their way at once, then three products.
                 k = tl.arange(0, BLOCK_K)
                 left_valid = good & (first >= 0) & (first < in_w)
@@ -337,9 +341,9 @@ def _norm_forward(
 
 @triton.jit
 def _norm_backward(
-    x_ptr, g_ptr, out_ptr, w_ptr, b_ptr, moments_ptr, of_w_ptr, of_b_ptr, per_replica, pixels, replicas,
+    x_ptr, g_ptr, plus_ptr, out_ptr, w_ptr, b_ptr, moments_ptr, of_w_ptr, of_b_ptr, per_replica, pixels, replicas,
     w_stride, b_stride,
-    C: tl.constexpr, G: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
+    C: tl.constexpr, G: tl.constexpr, RELU: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """One image: its gradient by the input, and its share of the gradients by scale and shift."""
     image = tl.program_id(0).to(tl.int64)
@@ -348,6 +352,7 @@ def _norm_backward(
     group = channel // (C // G)
     x_ptr += image * pixels * C
     g_ptr += image * pixels * C
+    plus_ptr += image * pixels * C
     out_ptr += image * pixels * C
     mean = tl.load(moments_ptr + image * 2 * G + group)
     scale = tl.load(moments_ptr + image * 2 * G + G + group)
@@ -384,6 +389,8 @@ def _norm_backward(
             if RELU:
                 grad = tl.where(unit * weight[None, :] + bias[None, :] > 0, grad, 0.0)
         result = (grad * weight[None, :] - shift[None, :] - unit * slope[None, :]) * scale[None, :]
+        if PLUS:
+            result += _read(plus_ptr, start + tile, channel, pixels, C)
         at = (start + tile)[:, None] * C + channel[None, :]
         tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=(start + tile < pixels)[:, None])
 

@@ -184,6 +184,12 @@ class Replicas:
     @torch.no_grad()
     def restore(self, snapshot: Sequence[Tensor], rows: Tensor) -> None:
         """Put the replicas where `rows`, bool `(S,)`, is true back to a snapshot; the others keep every bit."""
+        if rows.is_cuda and has_triton():
+            from testtime import kernels  # only those rows are touched
+
+            for piece, old in zip(self._pieces, snapshot, strict=True):
+                kernels.put_back(piece, old, rows)
+            return
         for piece, old in zip(self._pieces, snapshot, strict=True):
             piece.copy_(torch.where(rows.view(-1, *[1] * (piece.dim() - 1)), old, piece))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from testtime import cpu
-from testtime.networks.resnet import AddingConv2d, BatchNormReLU, GroupNormReLU, PreActivationBlock
+from testtime.networks.resnet import AddingConv2d, BatchNormReLU, GroupNormReLU, PreActivationBlock, ZeroPadShortcut
 from testtime.randomness import has_triton
 
 # A convolution of no more images of a replica, each with no more numbers in its patches, is a matrix product on a CPU.
@@ -134,10 +134,17 @@ class _GroupNorm(nn.Module):
         self.compiled = layer.affine and layer.num_channels % 16 == 0 and layer.weight.dtype == torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.fork(x)[0]
+
+    def fork(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The result, and x for another use, whose gradient is added on the way back."""
         if _kernels_fit(self, x):
             from testtime import kernels
 
-            return kernels.group_norm(x, self.groups, self.weight, self.bias, self.eps, self.relu)
+            return kernels.fork_group_norm(x, self.groups, self.weight, self.bias, self.eps, self.relu)
+        return self._normalise(x), x
+
+    def _normalise(self, x: Tensor) -> Tensor:
         if _cpu_fits(self, x):
             return cpu.group_norm(x, self.whole())
         if x.is_cuda or self.weight is None:
@@ -231,6 +238,44 @@ class _Linear(nn.Module):
             y = torch.baddbmm(self.bias.to(x.dtype).unsqueeze(1), rows, weight)
         return y.view(*x.shape[:-1], outputs)
 
+    def takes_means(self, x: Tensor) -> bool:
+        """Whether a CUDA kernel of ours takes the means over x as well."""
+        if not x.is_cuda or not has_triton() or self.bias is None or x.dim() != 4 or x.numel() == 0:
+            return False
+        outputs, channels = self.weight.shape[1:]
+        sizes = channels & (channels - 1) == 0 and channels <= 1024 and outputs * channels <= 16_384
+        return sizes and self.weight.dtype == torch.float32 and x.dtype in (torch.float32, torch.bfloat16)
+
+
+class _Shortcut(nn.Module):
+    """The shortcut of a strided block."""
+
+    def __init__(self, layer: ZeroPadShortcut, stack: Stacking) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = self.layer.stride == 2 and x.shape[-2] % 2 == x.shape[-1] % 2 == 0
+        if x.is_cuda and has_triton() and halves and x.dtype in (torch.float32, torch.bfloat16):
+            from testtime import kernels
+
+            return kernels.halve(x, self.layer.extra)
+        return self.layer(x)
+
+
+class _Branch(nn.Sequential):
+    """Layers that end with the mean over all pixels and a linear layer."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # torch calls the argument `input`
+        *body, pool, flatten, linear = self
+        for layer in body:
+            x = layer(x)
+        if isinstance(linear, _Linear) and linear.takes_means(x):
+            from testtime import kernels
+
+            return kernels.pool_linear(x, linear.weight, linear.bias)
+        return linear(flatten(pool(x)))
+
 
 class _PreActivationBlock(nn.Module):
     """The block of the CIFAR networks."""
@@ -242,7 +287,8 @@ class _PreActivationBlock(nn.Module):
         self.shortcut = heighten(block.shortcut, stack)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv2(self.norm2(self.conv1(self.norm1(x))), self.shortcut(x))
+        y, x = self.norm1.fork(x) if isinstance(self.norm1, _GroupNorm) else (self.norm1(x), x)
+        return self.conv2(self.norm2(self.conv1(y)), self.shortcut(x))
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """The norms and the convolutions behind them."""
@@ -311,6 +357,7 @@ _TALL: dict[type[nn.Module], Callable[..., nn.Module]] = {
     nn.LayerNorm: _LayerNorm,
     nn.Linear: _Linear,
     PreActivationBlock: _PreActivationBlock,
+    ZeroPadShortcut: _Shortcut,
 }
 
 
@@ -341,6 +388,8 @@ def heighten(module: nn.Module, stack: Stacking) -> nn.Module:
         return stack.layers[id(module)][1]
     if _is_group(module):
         return _Blocks(OrderedDict((name, heighten(child, stack)) for name, child in module.named_children()))
+    if _is_branch(module):
+        return _Branch(OrderedDict((name, heighten(child, stack)) for name, child in module.named_children()))
     for name, child in module._modules.items():  # not named_children: a layer in two places must be replaced in both
         module._modules[name] = None if child is None else heighten(child, stack)
     return module
@@ -349,3 +398,16 @@ def heighten(module: nn.Module, stack: Stacking) -> nn.Module:
 def _is_group(module: nn.Module) -> bool:
     blocks = list(module.children())
     return type(module) is nn.Sequential and bool(blocks) and all(type(one) is PreActivationBlock for one in blocks)
+
+
+def _is_branch(module: nn.Module) -> bool:
+    *_, pool, flatten, linear = [None] * 3 + list(module._modules.values())
+    return (
+        type(module) is nn.Sequential
+        and len(list(module.children())) == len(module)  # no layer in two places
+        and type(pool) is nn.AdaptiveAvgPool2d
+        and pool.output_size in (1, (1, 1))
+        and type(flatten) is nn.Flatten
+        and (flatten.start_dim, flatten.end_dim) == (1, -1)
+        and type(linear) is nn.Linear
+    )

@@ -1,0 +1,144 @@
+"""The ends of a network and of its residual blocks: pooled and linear in one launch, a shortcut that halves in one."""
+
+# pyright: reportIndexIssue=false
+# (kernels are launched as kernel[grid](...), which cannot be typed without triton installed)
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]  # comes with CUDA builds of torch, and only there
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+
+def pool_linear(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of x `(S·B, C, H, W)` over its pixels through a linear layer `(S, O, C)`: `(S·B, O)` and the means."""
+    images, channels, height, width = x.shape
+    outputs = weight.shape[1]
+    y = torch.empty(images, outputs, dtype=torch.float32, device=x.device)
+    means = torch.empty(images, channels, dtype=torch.float32, device=x.device)
+    _pool_linear[(images,)](
+        x, weight, bias, y, means, images // len(weight), height * width, outputs, weight.stride(0), bias.stride(0),
+        C=channels, **_tile(height * width, channels, outputs),
+    )  # fmt: skip
+    return y, means
+
+
+def pool_linear_backward(
+    grad: Tensor, grad_x: Tensor, means: Tensor, weight: Tensor, of_weight: Tensor, of_bias: Tensor
+) -> None:
+    """Write the gradient by x, and every image's by weight and bias, `(B, S, O, C)` and `(B, S, O)` in memory."""
+    images, channels, height, width = grad_x.shape
+    outputs = weight.shape[1]
+    _pool_linear_backward[(images,)](
+        grad, grad_x, means, weight, of_weight, of_bias, images // len(weight), height * width, outputs, len(weight),
+        weight.stride(0), C=channels, **_tile(height * width, channels, outputs),
+    )  # fmt: skip
+
+
+def _tile(pixels: int, channels: int, outputs: int) -> dict[str, Any]:
+    block = max(1, min(triton.next_power_of_2(pixels), 8192 // channels))
+    rows = max(1, min(triton.next_power_of_2(outputs), 4096 // channels))
+    return {"BLOCK": block, "ROWS": rows, "num_warps": 4}
+
+
+def halve(x: Tensor, y: Tensor) -> None:
+    """Write means of 2×2 pixels of x `(N, C, H, W)` to y `(N, O, H/2, W/2)`, zeros in the channels that x lacks."""
+    _halve[(len(y), triton.cdiv(y[0].numel(), 1024))](
+        x, y, y.shape[3], x.shape[1], y.shape[1], y[0].numel(), BLOCK=1024, num_warps=4
+    )
+
+
+def halve_backward(grad: Tensor, grad_x: Tensor) -> None:
+    """Write the gradient of `halve` by x."""
+    _halve_backward[(len(grad_x), triton.cdiv(grad_x[0].numel(), 1024))](
+        grad, grad_x, grad_x.shape[3], grad_x.shape[1], grad.shape[1], grad[0].numel(), grad_x[0].numel(),
+        BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _pool_linear(
+    x_ptr, w_ptr, b_ptr, y_ptr, means_ptr, per_replica, pixels, outputs, w_stride, b_stride,
+    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One image."""
+    image = tl.program_id(0).to(tl.int64)
+    replica = image // per_replica
+    channel = tl.arange(0, C)
+    total = tl.zeros((C,), dtype=tl.float32)
+    for start in range(0, pixels, BLOCK):
+        pixel = start + tl.arange(0, BLOCK)
+        at = (image * pixels + pixel)[:, None] * C + channel[None, :]
+        total += tl.sum(tl.load(x_ptr + at, mask=(pixel < pixels)[:, None], other=0.0).to(tl.float32), axis=0)
+    mean = total / pixels
+    tl.store(means_ptr + image * C + channel, mean)
+    for start in range(0, outputs, ROWS):
+        output = start + tl.arange(0, ROWS)
+        known = output < outputs
+        at = replica * w_stride + output[:, None] * C + channel[None, :]
+        weight = tl.load(w_ptr + at, mask=known[:, None], other=0.0)
+        y = tl.sum(weight * mean[None, :], axis=1) + tl.load(b_ptr + replica * b_stride + output, mask=known, other=0.0)
+        tl.store(y_ptr + image * outputs + output, y, mask=known)
+
+
+@triton.jit
+def _pool_linear_backward(
+    g_ptr, out_ptr, means_ptr, w_ptr, of_w_ptr, of_b_ptr, per_replica, pixels, outputs, replicas, w_stride,
+    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One image: its gradient by the input, the same for all pixels, and its share of those by weight and bias."""
+    image = tl.program_id(0).to(tl.int64)
+    replica = image // per_replica
+    channel = tl.arange(0, C)
+    mean = tl.load(means_ptr + image * C + channel)
+    share = (image % per_replica * replicas + replica) * outputs
+    total = tl.zeros((C,), dtype=tl.float32)
+    for start in range(0, outputs, ROWS):
+        output = start + tl.arange(0, ROWS)
+        known = output < outputs
+        grad = tl.load(g_ptr + image * outputs + output, mask=known, other=0.0)
+        at = output[:, None] * C + channel[None, :]
+        weight = tl.load(w_ptr + replica * w_stride + at, mask=known[:, None], other=0.0)
+        total += tl.sum(weight * grad[:, None], axis=0)
+        tl.store(of_w_ptr + share * C + at, grad[:, None] * mean[None, :], mask=known[:, None])
+        tl.store(of_b_ptr + share + output, grad, mask=known)
+    for start in range(0, pixels, BLOCK):
+        pixel = start + tl.arange(0, BLOCK)
+        at = (image * pixels + pixel)[:, None] * C + channel[None, :]
+        value = tl.broadcast_to((total / pixels)[None, :], (BLOCK, C))
+        tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=(pixel < pixels)[:, None])
+
+
+@triton.jit
+def _halve(x_ptr, y_ptr, width, inputs, outputs, size, BLOCK: tl.constexpr):
+    """A block of the numbers of one image of y."""
+    image = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel = place % outputs
+    column = place // outputs % width
+    row = place // outputs // width
+    known = (place < size) & (channel < inputs)
+    # The image of x has four times the pixels of y, and its rows twice as many.
+    x_ptr += image * (size // outputs) * 4 * inputs
+    at = (row * 4 * width + column * 2) * inputs + channel
+    total = tl.load(x_ptr + at, mask=known, other=0.0).to(tl.float32)
+    total += tl.load(x_ptr + at + inputs, mask=known, other=0.0).to(tl.float32)
+    total += tl.load(x_ptr + at + 2 * width * inputs, mask=known, other=0.0).to(tl.float32)
+    total += tl.load(x_ptr + at + (2 * width + 1) * inputs, mask=known, other=0.0).to(tl.float32)
+    tl.store(y_ptr + image * size + place, (total * 0.25).to(y_ptr.dtype.element_ty), mask=place < size)
+
+
+@triton.jit
+def _halve_backward(g_ptr, out_ptr, width, inputs, outputs, g_size, size, BLOCK: tl.constexpr):
+    """A block of the numbers of one image of x."""
+    image = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel = place % inputs
+    column = place // inputs % width
+    row = place // inputs // width
+    at = (row // 2 * (width // 2) + column // 2) * outputs + channel
+    grad = tl.load(g_ptr + image * g_size + at, mask=place < size, other=0.0).to(tl.float32)
+    tl.store(out_ptr + image * size + place, (grad * 0.25).to(out_ptr.dtype.element_ty), mask=place < size)

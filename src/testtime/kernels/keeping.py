@@ -1,0 +1,89 @@
+"""What an episode ends with: which replicas keep what they learned, and the others put back; a launch each."""
+
+# pyright: reportIndexIssue=false
+# (kernels are launched as kernel[grid](...), which cannot be typed without triton installed)
+
+from __future__ import annotations
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]  # comes with CUDA builds of torch, and only there
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+
+def settle(
+    wanted: Tensor,
+    logits_before: Tensor,
+    loss_before: Tensor,
+    logits: Tensor,
+    loss_after: Tensor,
+    finite: Tensor,
+    guard: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `prediction.settle`: logits, loss, which images are adapted, which rolled back, which replicas undone."""
+    replicas, images, classes = logits.shape
+    answers, loss = torch.empty_like(logits_before), torch.empty_like(loss_before)
+    adapted, rolled_back, undone = torch.empty_like(wanted), torch.empty_like(wanted), torch.empty_like(finite)
+    _settle[(replicas,)](
+        _bytes(wanted), logits_before.contiguous(), loss_before.contiguous(), logits.contiguous(),
+        loss_after.contiguous(), _bytes(finite), answers, loss, _bytes(adapted), _bytes(rolled_back), _bytes(undone),
+        images, classes, float(guard),
+        IMAGES=triton.next_power_of_2(images), BLOCK=min(1024, triton.next_power_of_2(images * classes)), num_warps=4,
+    )  # fmt: skip
+    return answers, loss, adapted, rolled_back, undone
+
+
+def put_back(numbers: Tensor, old: Tensor, rows: Tensor) -> None:
+    """Where `rows`, bool `(S,)`, is true, set the numbers `(S, ...)` to the old ones; the others are not touched."""
+    assert numbers.is_contiguous()
+    width = numbers[0].numel()
+    block = min(4096, triton.next_power_of_2(width))
+    grid = triton.cdiv(width, block), len(numbers)
+    _put_back[grid](numbers, old.contiguous(), _bytes(rows), width, BLOCK=block, num_warps=4)
+
+
+def _bytes(flags: Tensor) -> Tensor:
+    return flags.contiguous().view(torch.uint8)
+
+
+@triton.jit
+def _settle(
+    wanted_ptr, logits_before_ptr, loss_before_ptr, logits_ptr, loss_after_ptr, finite_ptr,
+    answers_ptr, loss_ptr, adapted_ptr, rolled_back_ptr, undone_ptr, images, classes, guard,
+    IMAGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One replica."""
+    replica = tl.program_id(0)
+    image = tl.arange(0, IMAGES)
+    inside = image < images
+    at = replica * images + image
+    wanted = tl.load(wanted_ptr + at, mask=inside, other=0).to(tl.int32)  # 0 or 1, as all that follow
+    before = tl.load(loss_before_ptr + at, mask=inside, other=0.0)
+    after = tl.load(loss_after_ptr + at, mask=inside, other=0.0)
+    count = tl.sum(wanted, axis=0)
+    risen = tl.sum(tl.where(wanted == 1, after - before, 0.0), axis=0) / tl.maximum(count, 1)
+    finite = tl.load(finite_ptr + replica).to(tl.int32)
+    sound = tl.where(risen <= guard, finite, 0)  # a loss that is not a number compares false
+    kept = wanted * sound
+    tl.store(loss_ptr + at, tl.where(kept == 1, after, before), mask=inside)
+    tl.store(adapted_ptr + at, kept.to(tl.uint8), mask=inside)
+    tl.store(rolled_back_ptr + at, (wanted - kept).to(tl.uint8), mask=inside)
+    tl.store(undone_ptr + replica, (1 - tl.minimum(count, 1) * sound).to(tl.uint8))
+    for first in range(0, images * classes, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        known = place < images * classes
+        taken = tl.load(wanted_ptr + replica * images + place // classes, mask=known, other=0).to(tl.int32) * sound
+        place += replica * images * classes
+        new = tl.load(logits_ptr + place, mask=known, other=0.0)
+        old = tl.load(logits_before_ptr + place, mask=known, other=0.0)
+        tl.store(answers_ptr + place, tl.where(taken == 1, new, old), mask=known)
+
+
+@triton.jit
+def _put_back(numbers_ptr, old_ptr, rows_ptr, width, BLOCK: tl.constexpr):
+    """A block of one replica's numbers."""
+    replica = tl.program_id(1)
+    if tl.load(rows_ptr + replica) != 0:
+        place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        at = replica.to(tl.int64) * width + place
+        tl.store(numbers_ptr + at, tl.load(old_ptr + at, mask=place < width), mask=place < width)
