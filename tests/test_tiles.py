@@ -202,7 +202,7 @@ def test_a_norm_adds_the_gradient_of_its_input(used: str, size: int, dtype: torc
     assert torch.equal(again, x)
     one, other = (normals(*x.shape, seed=seed).to(dtype) for seed in (3, 4))
     pieces = zip(x.double().chunk(2), weight.double(), bias.double(), strict=True)
-    expected = torch.cat([F.group_norm(piece, 8, *rest, 1e-5) for piece, *rest in pieces]).relu()
+    expected = torch.cat([F.group_norm(piece, 8, scale, shift, 1e-5) for piece, scale, shift in pieces]).relu()
     found, reference = x.new_zeros(()), x.new_zeros(()).double()
     if used != "input":
         found, reference = found + (y * one).sum(), reference + (expected * one.double()).sum()
@@ -224,6 +224,7 @@ def test_an_episode_is_settled_as_torch_does(images: int, classes: int) -> None:
     wanted[0], loss_after[1], loss_after[2], before[3] = False, float("nan"), float("inf"), float("nan")
     loss_after[4], after[5], wanted[7], loss_after[7] = loss_before[4] + 3.5, float("nan"), True, 0
     finite = torch.tensor([True] * 6 + [False] + [True] * 2, device=DEVICE)
+    before = before.mT.contiguous().mT  # of another order in memory
     for guard in (0.3, 3.0, float("inf")):
         given = wanted, before, loss_before, loss_before.exp(), after, loss_after, finite, guard
         with pytest.MonkeyPatch.context() as patch:
@@ -239,7 +240,7 @@ def test_an_episode_is_settled_as_torch_does(images: int, classes: int) -> None:
             assert torch.equal(*(getattr(one, field.name).nan_to_num(7.0) for one in (found, expected))), field.name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 @pytest.mark.parametrize("shape", [(), (3,), (70, 91)])
 def test_only_chosen_rows_are_put_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     from testtime import kernels

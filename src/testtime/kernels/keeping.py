@@ -22,12 +22,13 @@ def settle(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `prediction.settle`: logits, loss, which images are adapted, which rolled back, which replicas undone."""
     replicas, images, classes = logits.shape
+    given = wanted, logits_before, loss_before, logits, loss_after, finite
+    wanted, logits_before, loss_before, logits, loss_after, finite = (tensor.contiguous() for tensor in given)
     answers, loss = torch.empty_like(logits_before), torch.empty_like(loss_before)
     adapted, rolled_back, undone = torch.empty_like(wanted), torch.empty_like(wanted), torch.empty_like(finite)
     _settle[(replicas,)](
-        _bytes(wanted), logits_before.contiguous(), loss_before.contiguous(), logits.contiguous(),
-        loss_after.contiguous(), _bytes(finite), answers, loss, _bytes(adapted), _bytes(rolled_back), _bytes(undone),
-        images, classes, float(guard),
+        _bytes(wanted), logits_before, loss_before, logits, loss_after, _bytes(finite),
+        answers, loss, _bytes(adapted), _bytes(rolled_back), _bytes(undone), images, classes, float(guard),
         IMAGES=triton.next_power_of_2(images), BLOCK=min(1024, triton.next_power_of_2(images * classes)), num_warps=4,
     )  # fmt: skip
     return answers, loss, adapted, rolled_back, undone
@@ -39,11 +40,11 @@ def put_back(numbers: Tensor, old: Tensor, rows: Tensor) -> None:
     width = numbers[0].numel()
     block = min(4096, triton.next_power_of_2(width))
     grid = triton.cdiv(width, block), len(numbers)
-    _put_back[grid](numbers, old.contiguous(), _bytes(rows), width, BLOCK=block, num_warps=4)
+    _put_back[grid](numbers, old.contiguous(), _bytes(rows.contiguous()), width, BLOCK=block, num_warps=4)
 
 
 def _bytes(flags: Tensor) -> Tensor:
-    return flags.contiguous().view(torch.uint8)
+    return flags.view(torch.uint8)
 
 
 @triton.jit

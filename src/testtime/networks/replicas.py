@@ -184,14 +184,13 @@ class Replicas:
     @torch.no_grad()
     def restore(self, snapshot: Sequence[Tensor], rows: Tensor) -> None:
         """Put the replicas where `rows`, bool `(S,)`, is true back to a snapshot; the others keep every bit."""
-        if rows.is_cuda and has_triton():
-            from testtime import kernels  # only those rows are touched
-
-            for piece, old in zip(self._pieces, snapshot, strict=True):
-                kernels.put_back(piece, old, rows)
-            return
         for piece, old in zip(self._pieces, snapshot, strict=True):
-            piece.copy_(torch.where(rows.view(-1, *[1] * (piece.dim() - 1)), old, piece))
+            if piece.is_cuda and has_triton() and piece.dtype in (torch.float32, torch.int64):
+                from testtime import kernels  # which touches only those rows
+
+                kernels.put_back(piece, old, rows)
+            else:
+                piece.copy_(torch.where(rows.view(-1, *[1] * (piece.dim() - 1)), old, piece))
 
     @torch.no_grad()
     def reset(self, rows: Tensor | None = None) -> None:
