@@ -253,25 +253,30 @@ def test_only_chosen_rows_are_put_back(shape: tuple[int, ...], dtype: torch.dtyp
     assert torch.equal(now, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs", "stride"), [(64, 64, 1), (32, 64, 2), (16, 40, 1), (3, 16, 1)])
 @pytest.mark.parametrize("images", [2, 18])
 def test_tiles_of_few_and_of_many_images_convolve(
-    images: int, inputs: int, outputs: int, stride: int, transposed: bool
+    images: int, inputs: int, outputs: int, stride: int, transposed: bool, dtype: torch.dtype
 ) -> None:
     """Where there are few tiles, each has a share of the outputs."""
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("the interpreter has no products of bfloat16")
     from testtime.kernels import channels_last, tiles
 
-    x = images_last(4 * images, inputs, 8, 8)
+    x = images_last(4 * images, inputs, 8, 8).to(dtype)
     weight = (normals(4, 3, 3, inputs, outputs, seed=1) / (3 * inputs**0.5)).permute(0, 4, 3, 1, 2)
     exact = x.double().requires_grad_(True)
     pieces = zip(exact.chunk(4), weight.double(), strict=True)
     expected = torch.cat([F.conv2d(piece, filters, None, stride, 1) for piece, filters in pieces])
-    given, plus = images_last(*expected.shape, seed=2), None
+    given, plus = images_last(*expected.shape, seed=2).to(dtype), None
     if transposed:
         expected = torch.autograd.grad(expected, exact, given.double())[0]
     else:
         given, plus, expected = x, given, expected + given.double()
-    found = channels_last(x, *expected.shape)
-    tiles.convolve(given, weight, found, stride, 1, plus, transposed)
-    assert (found.double() - expected).norm() < 2e-3 * expected.norm()  # TF32 on a GPU
+    bound = 2e-3 if dtype == torch.float32 else 1e-2  # TF32 on a GPU has 11 bits, bfloat16 8
+    for _ in range(3):  # what is read from a wrong place need not be wrong every time
+        found = channels_last(x, *expected.shape).fill_(float("nan"))
+        tiles.convolve(given, weight, found, stride, 1, plus, transposed)
+        assert (found.double() - expected).norm() < bound * expected.norm()

@@ -81,11 +81,15 @@ def convolve(
     rows, columns = triton.cdiv(y.shape[2], phases), triton.cdiv(y.shape[3], phases)
     places = per_replica * rows * columns
     block_m = 64 if places < 4096 else 256 if inputs == 16 else 128
-    # A row of taps as one product where a tap is too short for one.
-    block_k = _power(3 * inputs) if inputs < 16 and phases == 1 else _power(inputs)
     programs = triton.cdiv(places, block_m), replicas * phases**2
     # Where there are few programs, each has a share of the outputs.
-    block_n = 16 if programs[0] * programs[1] <= 64 else _power(outputs)
+    few = programs[0] * programs[1] <= 64
+    block_n = 16 if few else _power(outputs)
+    # A row of taps as one product where a tap is too short for one; as much of it as fits where few programs would wait
+    # for one tap after another.
+    block_k = _power(3 * inputs) if inputs < 16 and phases == 1 else _power(inputs)
+    if few and inputs == block_m == 64 and phases == 1:
+        block_k = 512 // x.element_size()
     _convolution[(*programs, triton.cdiv(outputs, block_n))](
         x, weight, y if plus is None else plus, y,
         per_replica, x.shape[2], x.shape[3], y.shape[2], y.shape[3], rows, columns, weight.stride(0),
@@ -166,8 +170,9 @@ def _convolution(
                 from_row = row * STRIDE - PADDING + tap_row
             good = inside & (from_row >= 0) & (from_row < in_h)
             source = ((image * in_h + from_row) * in_w + first) * IN
-            if BLOCK_K == IN and (IN <= 32 or BLOCK_N <= 16):
-                # Three loads on their way at once, then three products.
+            if BLOCK_K == IN and IN <= 32:
+                # Three loads on their way at once, then three products. (Not of 64 channels in bfloat16: for tiles of
+                # 16 outputs, CUDA 12.8's assembler gets the places of the second and third filters wrong.)
                 k = tl.arange(0, BLOCK_K)
                 left_valid = good & (first >= 0) & (first < in_w)
                 middle_valid = good & (first + 1 >= 0) & (first + 1 < in_w)
