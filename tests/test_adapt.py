@@ -8,10 +8,11 @@ import gc
 import inspect
 import json
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from testtime import (
     split,
 )
 from testtime.adapt import Settings
+from testtime.learner import PRESETS
 from testtime.randomness import Draws
 from testtime.streams import Streams
 
@@ -484,6 +486,53 @@ def test_wrong_networks_and_counts_are_refused() -> None:
         Episodic(network(), parallel=0)
     with pytest.raises(ValueError, match="`count` must be at least 1, got 0"):
         Streams(network(), 0)
+
+
+# What the paper's online version does, and its authors' program where the paper does not say.
+PAPER: dict[str, Any] = {"steps": 1, "lr": 0.001, "copies": 32, "threshold": 1.0, "update": "encoder+ssl"}
+PAPER |= {"optimizer": torch.optim.SGD, "share": "image", "mirrored": False}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("kind", [Online, functools.partial(Streams, count=COUNT)])
+def test_a_preset_is_its_settings_bit_for_bit(kind: Callable[..., Any], preset: str) -> None:
+    net = network()
+    given = PAPER if preset == "paper" else PAPER | dict(PRESETS["best"])
+    named, written = kind(net, preset=preset), kind(net, **given)
+    for seed in (0, 1):
+        assert same(named.predict(pictures(seed=seed)), written.predict(pictures(seed=seed)))
+    resumed = kind(net, preset=preset)
+    resumed.load_state_dict(written.state_dict())
+    assert same(named.predict(pictures(seed=2)), resumed.predict(pictures(seed=2)))
+
+
+def test_the_presets_differ_and_the_papers_is_the_default() -> None:
+    net = network()
+    paper, best, usual = Online(net, preset="paper"), Online(net, preset="best"), Online(net)
+    assert usual.settings == paper.settings != best.settings
+    with pytest.raises(ValueError, match="another settings"):
+        paper.load_state_dict(best.state_dict())
+
+
+@pytest.mark.parametrize("kind", [Online, functools.partial(Streams, count=COUNT)])
+def test_settings_go_before_the_presets(kind: Callable[..., Any]) -> None:
+    changed, net = PAPER | {"steps": 3, "copies": 64}, network()
+    assert kind(net, preset="best", **changed).settings == kind(net, **changed).settings
+    best = kind(net, preset="best").settings
+    assert kind(net, preset="best", steps=3).settings == replace(best, steps=3) != best
+
+
+@pytest.mark.parametrize("wrong", ["fastest", None, ["best"]])
+@pytest.mark.parametrize("kind", [Online, functools.partial(Streams, count=COUNT)])
+def test_an_unknown_preset_is_refused(kind: Callable[..., Any], wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"^`preset` must be one of paper, best, got {re.escape(repr(wrong))}.$"):
+        kind(network(), preset=wrong)
+
+
+@pytest.mark.parametrize("kind", [Fixed, Episodic])
+def test_presets_are_for_online_learning(kind: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'preset'"):
+        kind(network(), preset="best")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from testtime import tasks
 from testtime.augment import CropFlip
 from testtime.calibrate import fastest
 from testtime.capture import Beside, Precision, arithmetic, check_precision
-from testtime.learner import Learner, Settings, is_rowwise, load_learner, save_learner
+from testtime.learner import Learner, Preset, Settings, find_preset, is_rowwise, load_learner, save_learner
 from testtime.networks.replicas import Replicas
 from testtime.networks.ynet import YNet
 from testtime.prediction import Prediction, settle
@@ -469,12 +469,13 @@ class Online(Adapter):
 
     Args:
         net: The network; it is copied.
-        steps: Gradient steps on each image.
-        **settings: Further fields of `Settings`.
+        preset: "paper", one gradient step on each image and the defaults of `Settings`, or "best", this package's own
+            choice; `learner.PRESETS` has both.
+        **settings: Fields of `Settings`; they go before the preset's.
     """
 
-    def __init__(self, net: YNet, *, steps: int = 1, **settings: Any) -> None:
-        super().__init__(net, Settings(steps=steps, **settings))
+    def __init__(self, net: YNet, *, preset: Preset = "paper", **settings: Any) -> None:
+        super().__init__(net, Settings(**{**find_preset(preset), **settings}))
 
     def reset(self) -> None:
         super().reset()

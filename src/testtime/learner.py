@@ -20,6 +20,7 @@ from testtime.tasks import Task
 
 Update = Literal["encoder", "encoder+ssl"]
 Share = Literal["image", "batch"]
+Preset = Literal["paper", "best"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,28 @@ class Settings:
         for name in ("task", "augment"):
             plain[name] = getattr(plain[name], "__qualname__", repr(plain[name]))
         return plain
+
+
+PRESETS: Mapping[Preset, Mapping[str, Any]] = {
+    "paper": {"steps": 1},
+    "best": {"steps": 1, "mirrored": True},
+}
+"""Settings of online learning by name; the others are the defaults of `Settings`, which are the paper's.
+
+`best` is chosen among the candidates of the study `tuning`. It takes an image and its mirror image for the same thing,
+which holds for photographs and not for letters or digits.
+"""
+
+
+def find_preset(name: Preset) -> Mapping[str, Any]:
+    """The settings of a preset.
+
+    Raises:
+        ValueError: There is no such preset.
+    """
+    if name not in get_args(Preset):
+        raise ValueError(f"`preset` must be one of {', '.join(PRESETS)}, got {name!r}.")
+    return PRESETS[name]
 
 
 class Learner:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from testtime.adapt import Adapter, run
-from testtime.learner import Learner, Settings, has_rows, is_rowwise, load_learner, save_learner
+from testtime.learner import Learner, Preset, Settings, find_preset, has_rows, is_rowwise, load_learner, save_learner
 from testtime.networks.ynet import YNet
 from testtime.prediction import Prediction
 
@@ -22,15 +22,15 @@ class Streams(Adapter):
     Args:
         net: The network all streams start from; it is copied.
         count: Number of streams, S.
-        steps: Gradient steps on each image.
-        **settings: Further fields of `Settings`; `share` does not apply.
+        preset: "paper" or "best", as for `Online`.
+        **settings: Fields of `Settings`; they go before the preset's. `share` does not apply.
     """
 
-    def __init__(self, net: YNet, count: int, *, steps: int = 1, **settings: Any) -> None:
+    def __init__(self, net: YNet, count: int, *, preset: Preset = "paper", **settings: Any) -> None:
         if count < 1:
             raise ValueError(f"`count` must be at least 1, got {count}.")
         self.count = count
-        super().__init__(net, Settings(steps=steps, **settings))
+        super().__init__(net, Settings(**{**find_preset(preset), **settings}))
         if self.settings.share != "image":
             raise ValueError("Streams take one image each, so there is no batch to `share`.")
         if not (is_rowwise(self.settings) and has_rows(self.settings)):
