@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from testtime import cli, data
+from testtime.learner import PRESETS
 from testtime.networks import resnet26
 from testtime.predict import default_network, fit_for
+from testtime.runs.methods import USUAL
 
 TINY = [
     "train",
@@ -128,6 +131,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         ["train", "--out", "x", "--device", "abacus"],
         ["predict"],
         ["predict", "x.png", "--threshold", "2"],
+        ["predict", "x.png", "--preset", "fastest"],
         ["info"],
     ],
 )
@@ -282,6 +286,35 @@ def test_predict_prints_what_the_adapter_says(
         assert answer["change"] == pytest.approx(float((after - before)[after.argmax()]))
         assert answer["adapted"] is True
     assert len(document["answers"]) == 3
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_predict_with_a_preset_learns_online(
+    capsys: pytest.CaptureFixture[str], network: Path, pictures: Path, preset: Any
+) -> None:
+    from testtime.adapt import Online
+    from testtime.networks import load
+
+    code, out, _ = run(
+        capsys, "predict", pictures, "-c", network, "--device", "cpu", "--json", "--preset", preset, "--copies", "8"
+    )
+    assert code == 0
+    net = load(network)
+    adapter = Online(net, preset=preset, copies=8)
+    shown = torch.stack([fit_for(net.card, pictures / f"{number}.png") for number in range(3)])
+    expected = adapter.predict(shown).logits.softmax(1).amax(1)
+    found = [answer["after_probability"] for answer in json.loads(out)["answers"]]
+    assert found == pytest.approx(expected.tolist(), rel=1e-6)
+
+
+def test_help_names_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    predict, evaluate = (
+        " ".join(run(capsys, command, "--help")[1].replace("│", " ").split()) for command in ("predict", "eval")
+    )
+    assert "|".join(PRESETS) in predict
+    assert "testtime predict holiday/ --preset best" in predict
+    assert f"Of {', '.join(USUAL)}, a network's name" in evaluate
+    assert "best is online with the preset of that name" in evaluate
 
 
 def test_predict_prints_one_line_a_picture(capsys: pytest.CaptureFixture[str], network: Path, pictures: Path) -> None:

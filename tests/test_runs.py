@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from testtime import cli, data, resnet26
-from testtime.adapt import Fixed, gate
+from testtime.adapt import Fixed, Online, gate
 from testtime.corruptions import CORRUPTIONS
 from testtime.data import DataError
 from testtime.evaluate import Record, evaluate, stream_order
@@ -686,13 +686,31 @@ def test_a_method_that_learns_nothing_has_a_precision_and_may_answer_mirrored(tm
     assert plan.methods[0].describe(net)["settings"] == {"precision": "bf16", "mirrored": True}
 
 
+def test_the_preset_best_is_a_usual_method_that_is_run_where_it_is_asked_for(tmp_path: Path) -> None:
+    study = tmp_path / "s.toml"
+    study.write_text('[methods.wide]\nmode = "online"\npreset = "best"\ncopies = 64\n')
+    net = resnet26(depth=8)
+    assert "best" not in [method.name for method in make_plan(checkpoint="x", data=["digits"]).methods]
+    plan = make_plan(checkpoint="x", data=["digits"], methods="fixed,online,best", lr=["best=0.002"])
+    best = plan.method("best").make(net, 3)
+    assert isinstance(best, Online)
+    assert best.settings == Online(net, preset="best", lr=0.002, seed=3).settings
+    assert plan.method("best").make_streams(net, 3, 2).settings == best.settings
+    wide = make_plan(study, checkpoint="x", data=["digits"]).method("wide")
+    described = Online(net, preset="best", copies=64).settings.describe()
+    del described["seed"]
+    assert wide.describe(net) == {"mode": "online", "network": "joint", "settings": described}
+    assert wide.copies == 64
+    assert Plan.from_json(plan.to_json()) == plan
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ({"data": None}, "Which test sets"),
         ({"data": ["nonsense"]}, "fits no data set"),
         ({"data": ["folder"]}, "Name the folder"),
-        ({"methods": "fixed,magic"}, "No method is called 'magic'"),
+        ({"methods": "fixed,magic"}, "No method is called 'magic'; there are plain, fixed, episodic, online, best"),
         ({"methods": "plain"}, "give --baseline"),
         ({"checkpoint": None}, "give --checkpoint"),
         ({"levels": "0-3"}, "`levels` must be 1 to 5"),
@@ -714,6 +732,7 @@ def test_a_method_that_learns_nothing_has_a_precision_and_may_answer_mirrored(tm
         ({"precision": ["fp64"]}, "--precision must be one of fp32, tf32, bf16, got 'fp64'"),
         ({"networks": {"joint": "y"}}, "The network 'joint' was given twice: x and y"),
         ({"networks": {"online": "y"}}, "cannot be called 'online'"),
+        ({"networks": {"best": "y"}}, "cannot be called 'best'"),
         ({"networks": {"uda": ""}}, "--network uda: which file"),
         ({"networks": {"uda": "y"}, "study": "digits"}, "No method uses the network 'uda'"),
         ({"study": "nonsense"}, "No file and no study is called 'nonsense'"),
@@ -751,7 +770,7 @@ def test_every_study_is_a_plan_and_says_what_it_is(name: str) -> None:
 
 def test_the_studies_are_the_papers() -> None:
     made = {name: plan_of(name) for name in studies()}
-    ours = "baselines bn cifar10-1 cifar10-c digits fast gradual imagenet-c steps threshold tuning vid-cifar7"
+    ours = "baselines best bn cifar10-1 cifar10-c digits fast gradual imagenet-c steps threshold tuning vid-cifar7"
     ours += " vid-robust"
     assert studies() == tuple(ours.split())
     assert names(made["cifar10-c"]) == ["cifar10", *(f"cifar10-c/{c}/{n}" for c in CORRUPTIONS for n in range(1, 6))]
@@ -768,6 +787,10 @@ def test_the_studies_are_the_papers() -> None:
     assert [(method.name, method.network) for method in made["baselines"].methods] == [("uda", "uda"), ("alp", "alp")]
     assert names(made["baselines"]) == ["cifar10", *(f"cifar10-c/{c}/5" for c in CORRUPTIONS)]
     assert len(names(made["gradual"])) == 3
+    assert names(made["best"]) == ["cifar10", *(f"cifar10-c/{c}/5" for c in CORRUPTIONS)]
+    assert made["best"].shuffle
+    control = Method("fixed-mirrored", "fixed", settings={"mirrored": True})
+    assert made["best"].methods == (make_plan(checkpoint="x", data=["digits"], methods="best").methods[0], control)
     assert names(made["tuning"]) == [f"cifar10-c/{c}/3" for c in CORRUPTIONS]
     grid = {(m.settings.get("steps", 0), m.settings.get("copies", 0)) for m in made["steps"].methods}
     assert grid == {(0, 0)} | {(steps, copies) for steps in (1, 3, 10, 30) for copies in (8, 32, 128)}
@@ -795,6 +818,9 @@ def test_arguments_go_before_the_study() -> None:
         ('[methods.a]\nmode = "online"\nspeed = 3', "a: no setting is called 'speed'"),
         ('[methods.a]\nmode = "fixed"\nlr = 1.0', "a learns nothing"),
         ('[methods.a]\nmode = "online"\nupdate = "all"', "a: `update` must be one of"),
+        ('[methods.a]\nmode = "online"\npreset = "fast"', "a: `preset` must be one of paper, best, got 'fast'"),
+        ('[methods.a]\nmode = "episodic"\npreset = "best"', "a: only online methods have a preset"),
+        ('[methods.a]\nmode = "fixed"\npreset = "best"', "a: only online methods have a preset"),
         ('[methods.a]\nmode = "online"\nturns = "some"', 'a: `each` must be "random" or "all"'),
     ],
 )

@@ -201,7 +201,7 @@ def summarise(source: str | Path) -> dict[str, Any]:
 
 
 def prepare_adapter(net: YNet, online: bool = False, parallel: int = 1, **settings: Any) -> Adapter:
-    """An `Episodic` or `Online` adapter; settings that are None keep their defaults."""
+    """An `Episodic` or `Online` adapter; settings that are None, and the preset of `Online`, keep their defaults."""
     given = {name: value for name, value in settings.items() if value is not None}
     return Online(net, **given) if online else Episodic(net, parallel=parallel, **given)
 

@@ -54,8 +54,9 @@ def evaluate(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Of plain, fixed, episodic, online, a network's name (or the study's).",
-            show_default="all that have networks",
+            help="Of plain, fixed, episodic, online, best, a network's name (or the study's). "
+            "best is online with the preset of that name.",
+            show_default="all that have networks, but best",
         ),
     ] = None,
     levels: Annotated[
@@ -145,6 +146,7 @@ def evaluate(
       testtime eval -c net.safetensors --data digits-c --levels 5 --out runs/d
       testtime eval -c net.safetensors --data photos/ --lr 0.003 --out runs/p
       testtime eval -c net.safetensors --data cifar10-c --shuffle --out runs/c
+      testtime eval -c n.safetensors --data photos/ --methods fixed,best --out b
       testtime eval -c net.safetensors --matrix gradual --out runs/gradual
       testtime eval --network uda=uda/{set}.safetensors --data digits --out u
     """

@@ -220,6 +220,10 @@ def predict(
     online: Annotated[
         bool, typer.Option("--online", help="Keep what was learned from one picture for the next.")
     ] = False,
+    preset: Annotated[
+        Literal["paper", "best"] | None,
+        typer.Option(help="Settings of online learning by name; implies --online.", show_default=False),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=0, help="Gradient steps on each picture.", show_default="10; online 1")
     ] = None,
@@ -242,6 +246,7 @@ def predict(
     Examples:
       testtime predict cat.jpg
       testtime predict holiday/ --online --json
+      testtime predict holiday/ --preset best
       testtime predict *.png -c runs/photos/network.safetensors --steps 1
     """
     import json
@@ -252,6 +257,7 @@ def predict(
     from testtime.predict import predict as predict_pictures
 
     place = pick_device(device)
+    online = online or preset is not None
     pictures = find_pictures(images)
     name = checkpoint or default_network()
     net = load(name).to(place)
@@ -260,7 +266,7 @@ def predict(
     together = 16 if place.startswith("cuda") and not online else 1
     with as_bad_arguments():
         adapter = prepare_adapter(
-            net, online, together, steps=steps, lr=lr, copies=copies, threshold=threshold, seed=seed
+            net, online, together, preset=preset, steps=steps, lr=lr, copies=copies, threshold=threshold, seed=seed
         )
     answers = predict_pictures(adapter, net.card, pictures, together)
     if as_json:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from testtime import augment as augmentations
 from testtime.adapt import Adapter, Episodic, Fixed, Online
 from testtime.capture import Precision
-from testtime.learner import Settings
+from testtime.learner import PRESETS, Settings, find_preset
 from testtime.networks.ynet import YNet
 from testtime.streams import Streams
 from testtime.tasks import Rotation
@@ -145,24 +145,35 @@ def read_share(text: str) -> float:
     return percent / 100
 
 
-# What the four usual names stand for.
+BEST = "best"
+"""The usual method that is run only where it is asked for."""
+
+# What the usual names stand for.
 USUAL: dict[str, Method] = {
     "plain": Method("plain", "fixed", BASELINE),
     "fixed": Method("fixed", "fixed"),
     "episodic": Method("episodic", "episodic"),
     "online": Method("online", "online"),
+    BEST: Method(BEST, "online", settings=PRESETS["best"]),
 }
 
 
 def read_method(name: str, about: Any) -> Method:
-    """A method as a study's table has it.
+    """A method as a study's table has it; the settings of its preset, if it names one, are written out.
 
     Raises:
         ValueError: It has no mode, or something that no method has.
     """
     if not isinstance(about, dict) or "mode" not in about:
         raise ValueError(f"The method {name} must be a table with a mode.")
-    settings = {key: value for key, value in about.items() if key not in ("mode", "network")}
+    settings = {key: value for key, value in about.items() if key not in ("mode", "network", "preset")}
+    if "preset" in about:
+        if about["mode"] != "online":
+            raise ValueError(f"{name}: only online methods have a preset.")
+        try:
+            settings = {**find_preset(about["preset"]), **settings}
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
     return Method(name, about["mode"], about.get("network", JOINT), settings)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from testtime import data as datasets
 from testtime.corruptions import CORRUPTIONS
 from testtime.data.registry import WHAT
-from testtime.runs.methods import BASELINE, JOINT, USUAL, Method, override, read_method
+from testtime.runs.methods import BASELINE, BEST, JOINT, USUAL, Method, override, read_method
 from testtime.runs.units import Unit, read_shift
 
 STUDIES = Path(__file__).parent.parent / "studies"
@@ -156,7 +156,8 @@ def make_plan(
         networks: Further networks by name, which methods of the study ask for; without a study each is a method of its
             own name, which predicts with the network as it is. A file may hold `{set}`, `{corruption}` and `{level}`.
         data: Sets: names, patterns such as `cifar10-c/*/5`, or folders of pictures.
-        methods: Names: of `plain`, `fixed`, `episodic`, `online`, or those of the study; in a text separated by commas.
+        methods: Names: of `plain`, `fixed`, `episodic`, `online`, `best`, or those of the study; in a text separated by
+            commas. `best` is run only if it is named.
         levels: Levels of corrupted sets, such as "1-5" or "1,3,5".
         corruptions: Names separated by commas, or "all".
         original: Whether the set without corruption comes along where a corrupted set is named as a whole.
@@ -183,7 +184,7 @@ def make_plan(
         for name in USUAL.keys() & files.keys():
             raise ValueError(f"A network cannot be called {name!r}: that is a method of another network.")
         known = USUAL | {name: Method(name, "fixed", name) for name in files if name not in _OPTIONS}
-        usual = [name for name, method in known.items() if method.network in files] or ["fixed"]
+        usual = [name for name, method in known.items() if method.network in files and name != BEST] or ["fixed"]
     for name in networks or ():
         if all(method.network != name for method in known.values()):
             raise ValueError(f"No method uses the network {name!r}; there are {', '.join(known)}.")
@@ -248,6 +249,11 @@ def read_study(study: str | Path) -> dict[str, Any]:
         network = "joint"                  # or "baseline", or what --network NAME=FILE names
         steps = 1                          # any setting of `Method`
         lr = 0.01
+
+        [methods.wide]
+        mode = "online"
+        preset = "best"                    # or "paper"; for online methods, and other settings go before it
+        copies = 64
 
     Args:
         study: A TOML file, or the name of a study that ships.
