@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ from testtime.report.further import FILES, TRAININGS, compare, read_trainings
 from testtime.report.readme import tell_cifar
 from testtime.report.run_figures import draw_gradual
 from testtime.report.sources import ResultsError
+from testtime.runs import open_run
+from testtime.runs.summary import write_summary
 from testtime.training import Recipe
 from testtime.training.pool import hash_tensors
 
@@ -264,6 +267,44 @@ def test_the_preset_and_how_it_was_chosen(root: Path) -> None:
     assert "Taken: `quick`, the lowest of all." in said(told)
     (root / ROWS["best"]).unlink()
     assert "Which of them became the preset is said once" in said(tell_best(read(root)))
+
+
+def test_the_mirror_image_alone_stands_beside_the_preset_and_nowhere_else(root: Path) -> None:
+    (root / TRAININGS["gn-joint"]).write_text(json.dumps(make_record("joint")))
+    methods: dict[str, Any] = {"best": describe("best", mirrored=True)}
+    make_file(root, ROWS["best"], {"best": [3, 9, 5, 4]}, methods=methods)
+    without = read(root)
+    assert "fixed-mirrored" not in tell_best(without)
+    methods["fixed-mirrored"] = {"mode": "fixed", "network": "joint", "settings": {"mirrored": True}}
+    shutil.rmtree(root / "folders" / ROWS["best"].with_suffix(""))
+    make_file(root, ROWS["best"], {"fixed-mirrored": [4, 19, 9, 4], "best": [3, 9, 5, 4]}, methods=methods)
+    found = read(root)
+    told = tell_best(found)
+    # fixed has 35 wrong of 150, with the mirror image 32, best 18: of 50 images each.
+    assert [cells[0] for cells in rows_of(told)[2:6]] == ["fixed (JT)", "fixed-mirrored", "online (TTT-Online)", "best"]
+    assert row(told, "fixed-mirrored") == ["8.00", "21.33"]
+    assert "- The mirror image alone at level 5: `fixed-mirrored`, which learns nothing, is −2.00 from `fixed`" in told
+    assert "and `best` −9.33 from `fixed-mirrored` (" in said(told)
+    for tell in (tell_means, tell_runs, tell_differences, tell_missing):
+        assert tell(found) == tell(without)
+    assert tell_level(found, 5) == tell_level(without, 5)
+    assert tell_cifar(found.results) == tell_cifar(without.results)
+
+
+def test_the_mirror_image_alone_may_be_a_run_of_its_own_at_one_level(root: Path) -> None:
+    best = describe("best", lr=0.003, mirrored=True) | {"mode": "online"}
+    control = {"mode": "fixed", "network": "joint", "settings": {"mirrored": True}}
+    wrong = {"fixed-mirrored": [4, 19, 9, 4]}
+    make_file(root, Path("results/control.json"), wrong, methods={"fixed-mirrored": control})
+    make_file(root, Path("results/every.json"), {"best": [3] + [9, 5, 4] * 5}, EVERY, {"best": best})
+    runs = [open_run(root / "folders/results" / name) for name in ("control", "every")]
+    write_summary(root / ROWS["best"], runs)
+    found = read(root)
+    assert "fixed-mirrored" not in found.levels[5].rows
+    told = tell_best(found)
+    assert row(told, "fixed-mirrored") == ["8.00", "", "", "", "", "21.33"]
+    assert "**`best`**: 10 steps of SGD an image, learning rate 0.003" in said(told)
+    assert told.count("The mirror image alone at level") == 1
 
 
 def test_trainings(root: Path) -> None:

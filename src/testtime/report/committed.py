@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ GRADIENTS, TRAINING = FOLDER / "correlations.json", FOLDER / "training-gn-joint.
 STAND_INS = FOLDER / "stand-ins.json"
 ROWS = {name: FOLDER / f"{name}.json" for name in ("baseline", "uda", "alp", "best")}
 """Further methods on the same sets, where they are there."""
+CONTROL = "fixed-mirrored"
+"""A method beside `best` that learns nothing: it stands where `best` is told of, not in the tables of all methods."""
 PRECISIONS = {precision: FOLDER / f"precision-{precision}.json" for precision in ("fp32", "tf32", "bf16")}
 
 
@@ -122,7 +124,15 @@ def read_whole(root: Path = Path()) -> Results:
     """
     main = [*open_runs(root / LEVELS), *open_runs(root / STANDARD)]
     more = [run for file in ROWS.values() if (root / file).exists() for run in open_runs(root / file)]
-    return collect([*main, *(run for run in more if _is_whole(run, main[0]))])
+    more = [_leave_out(CONTROL, run) for run in more if _is_whole(run, main[0])]
+    return collect([*main, *(run for run in more if run.units)])
+
+
+def _leave_out(method: str, run: Run) -> Run:
+    """A run without one of its methods."""
+    methods = {name: held for name, held in run.configuration["methods"].items() if name != method}
+    units = [unit for unit in run.units if unit.method != method]
+    return replace(run, units=units, configuration={**run.configuration, "methods": methods})
 
 
 def _is_whole(run: Run, main: Run) -> bool:

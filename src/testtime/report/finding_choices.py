@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from testtime.report.committed import Findings, by_level
+from testtime.report.committed import CONTROL, Findings, by_level
 from testtime.report.documents import bullets, points, table, wrap
 from testtime.report.finding_levels import images_of, show_table
 from testtime.report.finding_runs import tell_settings
@@ -84,10 +84,13 @@ def tell_best(found: Findings) -> str:
 
 def _tell_preset(part: Part) -> str:
     results, levels = part.results, by_level(part.results)
-    rows, texts = [], [tell_settings(BEST, part.runs[0].configuration["methods"][BEST]["settings"])]
+    rows, texts = [], [tell_settings(BEST, _find_preset(part)["settings"])]
     first = next(iter(levels.values()))
-    for method in ("fixed", "online", BEST):
-        cells = [first.rows[method].get(ORIGINAL), *(each.rows[method].get(MEAN) for each in levels.values())]
+    methods = ("fixed", *([CONTROL] if CONTROL in results.methods else []), "online", BEST)
+    for method in methods:
+        shown = [each.rows.get(method, {}) for each in levels.values()]
+        original = next((row[ORIGINAL] for row in shown if ORIGINAL in row), None)
+        cells = [original, *(row.get(MEAN) for row in shown)]
         rows.append([method_title(method), *("" if cell is None else f"{cell.error:.2f}" for cell in cells)])
     below = every = 0
     for level, each in levels.items():
@@ -107,6 +110,7 @@ def _tell_preset(part: Part) -> str:
             f"Original set: {points(gap)} from `online` (95% {points(ends.low)} to {points(ends.high)}), "
             f"{points(base)} from `fixed` ({points(low_high.low)} to {points(low_high.high)})."
         )
+    texts += _tell_control(results, levels)
     cost = seconds_an_image(results.runs, BEST) / seconds_an_image(results.runs, "online")
     texts.append(
         f"It is below `online` on {below} of {every} corrupted sets and takes {cost:.2f} times its time, as the runs "
@@ -117,12 +121,36 @@ def _tell_preset(part: Part) -> str:
     return f"{table(heads, rows)}\n\n{wrap(words)}\n\n{bullets(texts)}\n\n{tell_origin(part)}"
 
 
+def _find_preset(part: Part) -> Mapping[str, Any]:
+    """The preset as the run has it that was made with it."""
+    methods = [run.configuration["methods"] for run in part.runs]
+    return next(held[BEST] for held in methods if BEST in held)
+
+
+def _tell_control(results: Results, levels: Mapping[int, Table]) -> list[str]:
+    """How much the mirror image alone gains, at the levels where that was run."""
+    texts = []
+    for level, each in levels.items():
+        both = [each.rows.get(method, {}) for method in (CONTROL, BEST)]
+        sets = [each.set_name(column) for column in each.shifted if all(column in row for row in both)]
+        if not sets:
+            continue
+        alone, ends = compare(results, CONTROL, "fixed", sets)
+        rest, others = compare(results, BEST, CONTROL, sets)
+        texts.append(
+            f"The mirror image alone at level {level}: `{CONTROL}`, which learns nothing, is {points(alone)} from "
+            f"`fixed` (95% {points(ends.low)} to {points(ends.high)}, paired), and `{BEST}` {points(rest)} from "
+            f"`{CONTROL}` ({points(others.low)} to {points(others.high)})."
+        )
+    return texts
+
+
 def _tell_candidates(tuning: Part, best: Part | None) -> str:
     """Every candidate, and which was taken: the one with the preset's settings."""
     shown, runs = tuning.results.tables[0], tuning.results.runs
     column = MEAN if MEAN in shown.columns else shown.shifted[0]
     methods = {name: held for run in runs for name, held in run.configuration["methods"].items()}
-    preset = best.runs[0].configuration["methods"][BEST] if best is not None else None
+    preset = _find_preset(best) if best is not None else None
     taken = [name for name, held in methods.items() if preset is not None and _is_same(held, preset)]
     learning = {name: held["settings"] for name, held in methods.items() if held["mode"] != "fixed"}
     keys = _varying(list(learning.values()))
