@@ -143,7 +143,8 @@ def gradients_alone(net: YNet, images: Tensor) -> dict[str, Tensor]:
 def test_replicas_have_the_gradients_and_statistics_of_separate_networks(name: str, training: bool) -> None:
     count, size = 2, size_of(name)
     replicas, nets = different_replicas(net_of(name), count, size)
-    images = pictures(count * 4, 3, size, size).view(count, 4, 3, size, size)
+    # Of these images, none puts a ReLU so close to its edge that rounding decides on which side it is.
+    images = pictures(count * 4, 3, size, size, seed=1).view(count, 4, 3, size, size)
     replicas.train_norms(training)
     parameters = replicas.parameters(PARTS)
     for parameter in parameters.values():

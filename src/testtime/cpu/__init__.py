@@ -2,8 +2,8 @@
 
 A step of test-time training on a CPU is 3×3 convolutions of few channels, which torch computes at the processor's peak,
 and GroupNorm, which it does not. kernels.cpp needs fewer products for the first (Winograd's) and fewer passes over the
-images for the second, and takes the replicas as they lie. Everything is float32 and exact but for rounding, with sums
-that are no less accurate than torch's.
+images for the second, and takes the replicas as they lie. Everything is float32 and exact but for rounding, of which a
+convolution has up to four times as much as torch's, and a norm no more.
 
 build.py compiles it with the machine's own C++ compiler when it is first needed, in a few seconds, and keeps the
 result. Without a compiler, or with `TESTTIME_COMPILE=0` set, `available` says no and torch's own layers do the work.

@@ -90,18 +90,20 @@ struct Norm {
         }
     }
 
-    // y = the norm of image n, which begins at x and belongs to a replica; its moments are known.
-    void apply(const float* x, float* y, int n, int replica, float* room) const {
+    // y = the norm of image n, which begins at x and belongs to a replica; its moments are known. Each row of so many
+    // pixels begins `apart` pixels behind the last one in y.
+    void apply(const float* x, float* y, int row, int apart, int n, int replica, float* room) const {
         float *a = room, *b = room + channels;
         line(replica, moments + static_cast<int64_t>(n) * groups * 2, a, b);
-        for (int c = 0; c < channels; c += LANES) {
-            Vector by = load(a + c), plus = load(b + c);
-            for (int p = 0; p < pixels; p++) {
-                Vector value = load(x + p * channels + c) * by + plus;
-                // Not a maximum: what is not a number must stay so.
-                store(y + p * channels + c, relu ? (value < 0 ? Vector{} : value) : value);
+        for (int start = 0; start < pixels; start += row, y += apart * channels)
+            for (int c = 0; c < channels; c += LANES) {
+                Vector by = load(a + c), plus = load(b + c);
+                for (int p = 0; p < row; p++) {
+                    Vector value = load(x + (start + p) * channels + c) * by + plus;
+                    // Not a maximum: what is not a number must stay so.
+                    store(y + p * channels + c, relu ? (value < 0 ? Vector{} : value) : value);
+                }
             }
-        }
     }
 
     // dx from the gradient g by the norm, plus something if given; `part` (2, C) takes the image's gradients by scale

@@ -1,7 +1,6 @@
-// Winograd's F(2×2, 3×3) (Lavin & Gray 2016): a tile of 2×2 outputs comes from 4×4 inputs d as
-// Aᵀ[(G w Gᵀ) ⊙ (Bᵀ d B)]A, with 16 products where the direct sum has 36. Summed over channels, each of the 16 places
-// of a tile is a matrix product of its own; 16 tiles go through them together. The transforms only add, subtract and
-// halve, so little is lost in rounding.
+// Winograd's convolutions (Lavin & Gray 2016): a tile of outputs comes from inputs d, two more on a side, as
+// Aᵀ[(G w Gᵀ) ⊙ (Bᵀ d B)]A. Summed over channels, each place of a transformed tile is a matrix product of its own; 16
+// tiles go through them together. F(4×4, 3×3) has 36 products where the direct sum has 144, F(2×2, 3×3) 16 for 36.
 
 #pragma once
 
@@ -11,7 +10,10 @@
 
 namespace {
 
-constexpr int PLACES = 16, TILES = 16;
+#define ALWAYS_INLINE inline __attribute__((always_inline))  // what works on vectors in registers
+
+constexpr int TILES = 16;
+constexpr int CHUNK = 32;  // inputs that are summed by themselves, so that less is lost in rounding
 // How many vectors a product keeps in registers: of 32 that are as wide, or of fewer and narrower ones.
 #if defined(__AVX512F__)
 constexpr int KEPT = 16;
@@ -19,90 +21,123 @@ constexpr int KEPT = 16;
 constexpr int KEPT = 4;
 #endif
 
-// Where the transformed tiles of a place begin; the odd vector keeps places out of each other's cache sets.
-template <int C>
-constexpr size_t place(int index) {
-    return static_cast<size_t>(index) * (TILES * C + LANES);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
-// Transforms of one vector of channels
+// Transforms along one axis, of one vector of channels
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Bᵀ d B of 4×4 inputs.
-inline void transform_input(const Vector d[16], Vector v[16]) {
-    Vector r[16];
-    for (int b = 0; b < 4; b++) {
-        r[b] = d[b] - d[8 + b];
-        r[4 + b] = d[4 + b] + d[8 + b];
-        r[8 + b] = d[8 + b] - d[4 + b];
-        r[12 + b] = d[4 + b] - d[12 + b];
-    }
-    for (int a = 0; a < 16; a += 4) {
-        v[a] = r[a] - r[a + 2];
-        v[a + 1] = r[a + 1] + r[a + 2];
-        v[a + 2] = r[a + 2] - r[a + 1];
-        v[a + 3] = r[a + 1] - r[a + 3];
-    }
-}
+// F(2, 3). It only adds, subtracts and halves, so little is lost in rounding.
+struct Pairs {
+    static constexpr int OUTPUTS = 2, SIDE = 4, PLACES = SIDE * SIDE;
 
-// Aᵀ m A, 2×2 outputs.
-inline void transform_output(const Vector m[16], Vector y[4]) {
-    Vector r[8];
-    for (int b = 0; b < 4; b++) {
-        r[b] = m[b] + m[4 + b] + m[8 + b];
-        r[4 + b] = m[4 + b] - m[8 + b] - m[12 + b];
+    // Bᵀ d
+    ALWAYS_INLINE static void input(const Vector d[4], Vector v[4]) {
+        v[0] = d[0] - d[2];
+        v[1] = d[1] + d[2];
+        v[2] = d[2] - d[1];
+        v[3] = d[1] - d[3];
     }
-    for (int a = 0; a < 2; a++) {
-        y[2 * a] = r[4 * a] + r[4 * a + 1] + r[4 * a + 2];
-        y[2 * a + 1] = r[4 * a + 1] - r[4 * a + 2] - r[4 * a + 3];
-    }
-}
 
-// A g Aᵀ of 2×2 gradients by the outputs.
-inline void transform_gradient(const Vector g[4], Vector v[16]) {
-    Vector r[8] = {g[0], g[1], g[0] + g[2], g[1] + g[3], g[0] - g[2], g[1] - g[3], -g[2], -g[3]};
-    for (int a = 0; a < 4; a++) {
-        v[4 * a] = r[2 * a];
-        v[4 * a + 1] = r[2 * a] + r[2 * a + 1];
-        v[4 * a + 2] = r[2 * a] - r[2 * a + 1];
-        v[4 * a + 3] = -r[2 * a + 1];
+    // Aᵀ m
+    ALWAYS_INLINE static void output(const Vector m[4], Vector y[2]) {
+        y[0] = m[0] + m[1] + m[2];
+        y[1] = m[1] - m[2] - m[3];
     }
-}
 
-// G w Gᵀ of 3×3 filters.
-inline void transform_filter(const Vector w[9], Vector u[16]) {
-    Vector r[12];
-    for (int b = 0; b < 3; b++) {
-        Vector ends = (w[b] + w[6 + b]) * 0.5f, middle = w[3 + b] * 0.5f;
-        r[b] = w[b];
-        r[3 + b] = ends + middle;
-        r[6 + b] = ends - middle;
-        r[9 + b] = w[6 + b];
+    // A g, of gradients by the outputs
+    ALWAYS_INLINE static void gradient(const Vector g[2], Vector v[4]) {
+        v[0] = g[0];
+        v[1] = g[0] + g[1];
+        v[2] = g[0] - g[1];
+        v[3] = -g[1];
     }
-    for (int a = 0; a < 4; a++) {
-        Vector ends = (r[3 * a] + r[3 * a + 2]) * 0.5f, middle = r[3 * a + 1] * 0.5f;
-        u[4 * a] = r[3 * a];
-        u[4 * a + 1] = ends + middle;
-        u[4 * a + 2] = ends - middle;
-        u[4 * a + 3] = r[3 * a + 2];
-    }
-}
 
-// Gᵀ p G, 3×3 gradients by the filters.
-inline void transform_filter_gradient(const Vector p[16], Vector w[9]) {
-    Vector r[12];
-    for (int b = 0; b < 4; b++) {
-        Vector sum = (p[4 + b] + p[8 + b]) * 0.5f;
-        r[b] = p[b] + sum;
-        r[4 + b] = (p[4 + b] - p[8 + b]) * 0.5f;
-        r[8 + b] = sum + p[12 + b];
+    // G w
+    ALWAYS_INLINE static void filter(const Vector w[3], Vector u[4]) {
+        Vector ends = (w[0] + w[2]) * 0.5f, middle = w[1] * 0.5f;
+        u[0] = w[0];
+        u[1] = ends + middle;
+        u[2] = ends - middle;
+        u[3] = w[2];
     }
-    for (int a = 0; a < 3; a++) {
-        Vector sum = (r[4 * a + 1] + r[4 * a + 2]) * 0.5f;
-        w[3 * a] = r[4 * a] + sum;
-        w[3 * a + 1] = (r[4 * a + 1] - r[4 * a + 2]) * 0.5f;
-        w[3 * a + 2] = sum + r[4 * a + 3];
+
+    // Gᵀ p, gradients by the filters
+    ALWAYS_INLINE static void filter_gradient(const Vector p[4], Vector w[3]) {
+        Vector sum = (p[1] + p[2]) * 0.5f;
+        w[0] = p[0] + sum;
+        w[1] = (p[1] - p[2]) * 0.5f;
+        w[2] = sum + p[3];
+    }
+};
+
+// F(4, 3) by the values of polynomials at 0, ±a, ±b and infinity. Of the usual points, 1 and 2, the products are so
+// unlike in size that rounding costs twice as much; these are exact in float32, and so are their squares.
+struct Fours {
+    static constexpr int OUTPUTS = 4, SIDE = 6, PLACES = SIDE * SIDE;
+    static constexpr float a = 0.625f, b = 1.5f, aa = a * a, bb = b * b;
+    static constexpr float of_zero = 1 / (aa * bb), of_a = 1 / (2 * aa * (aa - bb)), of_b = 1 / (2 * bb * (bb - aa));
+
+    ALWAYS_INLINE static void input(const Vector d[6], Vector v[6]) {
+        Vector even_a = d[4] - bb * d[2], odd_a = d[3] - bb * d[1];
+        Vector even_b = d[4] - aa * d[2], odd_b = d[3] - aa * d[1];
+        v[0] = aa * bb * d[0] + (d[4] - (aa + bb) * d[2]);
+        v[1] = even_a + a * odd_a;
+        v[2] = even_a - a * odd_a;
+        v[3] = even_b + b * odd_b;
+        v[4] = even_b - b * odd_b;
+        v[5] = aa * bb * d[1] + (d[5] - (aa + bb) * d[3]);
+    }
+
+    ALWAYS_INLINE static void output(const Vector m[6], Vector y[4]) {
+        Vector even_a = m[1] + m[2], odd_a = m[1] - m[2], even_b = m[3] + m[4], odd_b = m[3] - m[4];
+        y[0] = m[0] + even_a + even_b;
+        y[1] = a * odd_a + b * odd_b;
+        y[2] = aa * even_a + bb * even_b;
+        y[3] = a * aa * odd_a + b * bb * odd_b + m[5];
+    }
+
+    ALWAYS_INLINE static void gradient(const Vector g[4], Vector v[6]) {
+        Vector even_a = g[0] + aa * g[2], odd_a = g[1] + aa * g[3];
+        Vector even_b = g[0] + bb * g[2], odd_b = g[1] + bb * g[3];
+        v[0] = g[0];
+        v[1] = even_a + a * odd_a;
+        v[2] = even_a - a * odd_a;
+        v[3] = even_b + b * odd_b;
+        v[4] = even_b - b * odd_b;
+        v[5] = g[3];
+    }
+
+    ALWAYS_INLINE static void filter(const Vector w[3], Vector u[6]) {
+        Vector even_a = w[0] + aa * w[2], even_b = w[0] + bb * w[2];
+        u[0] = of_zero * w[0];
+        u[1] = of_a * (even_a + a * w[1]);
+        u[2] = of_a * (even_a - a * w[1]);
+        u[3] = of_b * (even_b + b * w[1]);
+        u[4] = of_b * (even_b - b * w[1]);
+        u[5] = w[2];
+    }
+
+    ALWAYS_INLINE static void filter_gradient(const Vector p[6], Vector w[3]) {
+        Vector even_a = of_a * (p[1] + p[2]), even_b = of_b * (p[3] + p[4]);
+        w[0] = of_zero * p[0] + even_a + even_b;
+        w[1] = a * of_a * (p[1] - p[2]) + b * of_b * (p[3] - p[4]);
+        w[2] = aa * even_a + bb * even_b + p[5];
+    }
+};
+
+// A transform along both axes: from(row, column) gives what goes in, to(row, column, value) takes what comes out.
+template <int IN, int OUT, void (*LINE)(const Vector*, Vector*), typename From, typename To>
+ALWAYS_INLINE void transform(From from, To to) {
+    Vector half[OUT][IN];
+    for (int column = 0; column < IN; column++) {
+        Vector line[IN], out[OUT];
+        for (int row = 0; row < IN; row++) line[row] = from(row, column);
+        LINE(line, out);
+        for (int row = 0; row < OUT; row++) half[row][column] = out[row];
+    }
+    for (int row = 0; row < OUT; row++) {
+        Vector out[OUT];
+        LINE(half[row], out);
+        for (int column = 0; column < OUT; column++) to(row, column, out[column]);
     }
 }
 
@@ -110,54 +145,54 @@ inline void transform_filter_gradient(const Vector p[16], Vector w[9]) {
 // Tiles
 // ---------------------------------------------------------------------------------------------------------------------
 
-// The images of one replica, cut into tiles that are counted through all of them.
-struct Tiling {
-    int images, height, width;
+// Where the transformed tiles of a place begin; the odd vector keeps places out of each other's cache sets.
+template <int C>
+constexpr size_t place(int index) {
+    return static_cast<size_t>(index) * (TILES * C + LANES);
+}
 
-    int rows() const { return (height + 1) / 2; }
-    int columns() const { return (width + 1) / 2; }
+// Where the matrix of a place begins, of filters or of sums.
+template <int C>
+constexpr size_t matrix(int index) {
+    return static_cast<size_t>(index) * (C * C + LANES);
+}
+
+// Some images, cut into tiles of `side`×`side` outputs that are counted through all of them. Tiles are read from a frame:
+// the images with zeros around them, one at the top and the left, below and at the right as many as tiles reach.
+struct Tiling {
+    int images, height, width, side;
+
+    int rows() const { return (height + side - 1) / side; }
+    int columns() const { return (width + side - 1) / side; }
     int tiles() const { return images * rows() * columns(); }
     int blocks() const { return (tiles() + TILES - 1) / TILES; }
+    int wide() const { return columns() * side + 2; }
+    int framed() const { return (rows() * side + 2) * wide(); }  // pixels of an image
 
-    // Where the pixels of a tile lie, as a function of row and column from `margin` before the tile's first output.
     struct Place {
-        int64_t first;  // the pixel at row and column 0, which may itself be outside
-        int low, high, left, right, width;  // the rows and columns that are inside
-
-        bool whole(int side) const { return low <= 0 && left <= 0 && high >= side && right >= side; }
-        bool inside(int a, int b) const { return a >= low && a < high && b >= left && b < right; }
-        int64_t pixel(int a, int b) const { return first + a * width + b; }
+        int image, row, column;  // the pixel with which a tile begins
     };
 
-    Place locate(int tile, int margin) const {
-        int each = rows() * columns(), image = tile / each, row = tile % each / columns(), column = tile % columns();
-        int top = 2 * row - margin, left = 2 * column - margin;
-        int64_t first = (static_cast<int64_t>(image) * height + top) * width + left;
-        return {first, -top, tile < tiles() ? height - top : -top, -left, width - left, width};
+    Place locate(int tile) const {
+        int each = rows() * columns();
+        return {tile / each, tile % each / columns() * side, tile % columns() * side};
     }
 };
 
-// A block of tiles, transformed: to[place][tile][channel]. Pixels outside count as zero, and so do tiles past the end.
-template <int C, int SIDE, void (*TRANSFORM)(const Vector*, Vector*)>
-void transform_block(const Tiling& tiling, int block, const float* images, float* to) {
-    for (int tile = 0; tile < TILES; tile++) {
-        auto at = tiling.locate(block * TILES + tile, SIDE == 4 ? 1 : 0);
-        bool whole = at.whole(SIDE);
-        for (int c = 0; c < C; c += LANES) {
-            Vector d[SIDE * SIDE], v[PLACES];
-            const float* corner = images + at.first * C + c;
-            if (whole) {
-                for (int k = 0; k < SIDE * SIDE; k++)
-                    d[k] = load(corner + (k / SIDE * at.width + k % SIDE) * C);
-            } else {
-                for (int k = 0; k < SIDE * SIDE; k++)
-                    d[k] = at.inside(k / SIDE, k % SIDE) ? load(corner + (k / SIDE * at.width + k % SIDE) * C)
-                                                         : Vector{};
-            }
-            TRANSFORM(d, v);
-            for (int k = 0; k < PLACES; k++) store(to + place<C>(k) + tile * C + c, v[k]);
-        }
+// A block of tiles, transformed: to[place][tile][channel]. Tiles past the end count as zero.
+template <int C, int IN, int OUT, void (*LINE)(const Vector*, Vector*)>
+void transform_block(const Tiling& tiling, int block, const float* frame, float* to) {
+    int wide = tiling.wide(), framed = tiling.framed(), count = std::min(TILES, tiling.tiles() - block * TILES);
+    for (int tile = 0; tile < count; tile++) {
+        auto at = tiling.locate(block * TILES + tile);
+        const float* corner = frame + (at.image * framed + at.row * wide + at.column) * C;
+        for (int c = 0; c < C; c += LANES)
+            transform<IN, OUT, LINE>(
+                [=](int a, int b) { return load(corner + (a * wide + b) * C + c); },
+                [=](int a, int b, Vector value) { store(to + place<C>(a * OUT + b) + tile * C + c, value); });
     }
+    for (int k = 0; count < TILES && k < OUT * OUT; k++)
+        std::fill(to + place<C>(k) + count * C, to + place<C>(k) + TILES * C, 0.0f);
 }
 
 // How many vectors of a product's outputs are computed at a time, and for how many rows.
@@ -171,28 +206,32 @@ template <int C>
 void multiply(const float* v, const float* u, float* m) {
     constexpr int WIDE = Kept<C>::WIDE, TALL = Kept<C>::TALL;
     for (int o = 0; o < C; o += WIDE * LANES)
-        for (int t = 0; t < TILES; t += TALL) {
-            Vector sums[TALL][WIDE] = {};
-            for (int i = 0; i < C; i++) {
-                Vector row[WIDE];
-                for (int q = 0; q < WIDE; q++) row[q] = load(u + i * C + o + q * LANES);
+        for (int t = 0; t < TILES; t += TALL)
+            for (int first = 0; first < C; first += CHUNK) {
+                Vector sums[TALL][WIDE] = {};
+                for (int i = first; i < std::min(C, first + CHUNK); i++) {
+                    Vector row[WIDE];
+                    for (int q = 0; q < WIDE; q++) row[q] = load(u + i * C + o + q * LANES);
+                    for (int r = 0; r < TALL; r++)
+                        for (int q = 0; q < WIDE; q++) sums[r][q] += v[(t + r) * C + i] * row[q];
+                }
                 for (int r = 0; r < TALL; r++)
-                    for (int q = 0; q < WIDE; q++) sums[r][q] += v[(t + r) * C + i] * row[q];
+                    for (int q = 0; q < WIDE; q++) {
+                        float* to = m + (t + r) * C + o + q * LANES;
+                        store(to, first ? load(to) + sums[r][q] : sums[r][q]);
+                    }
             }
-            for (int r = 0; r < TALL; r++)
-                for (int q = 0; q < WIDE; q++) store(m + (t + r) * C + o + q * LANES, sums[r][q]);
-        }
 }
 
-// p[input][output] += Σ v[tile][input] g[tile][output]
+// p[input][output] = Σ v[tile][input] g[tile][output], or added to what is there
 template <int C>
-void accumulate(const float* v, const float* g, float* p) {
+void accumulate(const float* v, const float* g, float* p, bool add) {
     constexpr int WIDE = Kept<C>::WIDE, TALL = Kept<C>::TALL;
     for (int o = 0; o < C; o += WIDE * LANES)
         for (int i = 0; i < C; i += TALL) {
             Vector sums[TALL][WIDE];
             for (int r = 0; r < TALL; r++)
-                for (int q = 0; q < WIDE; q++) sums[r][q] = load(p + (i + r) * C + o + q * LANES);
+                for (int q = 0; q < WIDE; q++) sums[r][q] = add ? load(p + (i + r) * C + o + q * LANES) : Vector{};
             for (int t = 0; t < TILES; t++) {
                 Vector row[WIDE];
                 for (int q = 0; q < WIDE; q++) row[q] = load(g + t * C + o + q * LANES);
