@@ -23,6 +23,7 @@ import random
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from testtime.tasks import Rotation
 Row = dict[str, Any]
 
 # How many episodes and streams run at once on CUDA, by the arithmetic; the last is for ResNet-18 at 224×224.
-COUNTS = {"fp32": (4, 16, 64), "tf32": (64, 256), "bf16": (4, 16, 64, 256)}
+COUNTS = {"fp32": (4, 16, 64), "tf32": (64, 256), "bf16": (4, 16, 64, 256, 1024)}
 LARGE_COUNTS = {"fp32": (), "tf32": (), "bf16": (4, 16)}
 
 
@@ -155,10 +156,10 @@ def eager(adapter: Adapter, images: torch.Tensor) -> Adapter:
 
 
 class Table:
-    """The rows of one network, printed as they come, each beside the naive loop of the same network."""
+    """The rows of one network, printed and kept as they come, each beside the naive loop of the same network."""
 
-    def __init__(self, network: str) -> None:
-        self.network = network
+    def __init__(self, network: str, keep: Callable[[Row], None]) -> None:
+        self.network, self.keep = network, keep
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
@@ -168,6 +169,7 @@ class Table:
         naive_rate = rates[1 if standard and len(rates) > 1 else 0]
         row = {"network": self.network} | row | {"times_naive": row["steps_per_s"] / naive_rate}
         self.rows.append(row)
+        self.keep(row)
         memory = f"{row['peak_mib']:9.0f} MiB" if row["peak_mib"] else ""
         print(
             f"{row['name']:46s} {row['steps_per_s']:10.1f} steps/s {row['images_per_s']:10.1f} images/s "
@@ -176,9 +178,11 @@ class Table:
         )
 
 
-def run_cpu(label: str, net: YNet, size: int, copies: int, options: argparse.Namespace) -> list[Row]:
+def run_cpu(
+    label: str, net: YNet, size: int, copies: int, options: argparse.Namespace, keep: Callable[[Row], None]
+) -> None:
     """All rows of one network on a CPU, each measured in turn, round after round."""
-    net, table = net.eval(), Table(label)
+    net, table = net.eval(), Table(label, keep)
     pool = torch.randint(0, 256, (64, 3, size, size), dtype=torch.uint8)
     task: dict[str, Any] = {"copies": copies, "task": Rotation()}
     print(f"\n{label}, {size}×{size}, {copies} copies", flush=True)
@@ -219,18 +223,19 @@ def run_cpu(label: str, net: YNet, size: int, copies: int, options: argparse.Nam
     for name, _, count, steps in rows:
         table.add(summarise(name, times[name], count, steps, None))
     table.add(large_batch(net, size, 256, copies, "cpu", "fp32", False, options.seconds))
-    return table.rows
 
 
-def run(label: str, net: YNet, size: int, copies: int, options: argparse.Namespace) -> list[Row]:
-    """All rows of one network."""
+def run(
+    label: str, net: YNet, size: int, copies: int, options: argparse.Namespace, keep: Callable[[Row], None]
+) -> None:
+    """All rows of one network; `keep` gets each as it comes."""
     if options.device == "cpu":
-        return run_cpu(label, net, size, copies, options)
+        return run_cpu(label, net, size, copies, options, keep)
     device, budget = options.device, options.seconds
     small = size < 100
-    table = Table(label)
+    table = Table(label, keep)
     net = net.to(device).eval()
-    pool = torch.randint(0, 256, (256, 3, size, size), dtype=torch.uint8)
+    pool = torch.randint(0, 256, (1024 if small else 64, 3, size, size), dtype=torch.uint8)
     task: dict[str, Any] = {"copies": copies, "task": Rotation()}
     print(f"\n{label}, {size}×{size}, {copies} copies")
 
@@ -269,7 +274,6 @@ def run(label: str, net: YNet, size: int, copies: int, options: argparse.Namespa
         batch = 8192 if small else 512
         table.add(large_batch(net, size, batch, copies, device, precision, compiled, budget))
         torch.cuda.empty_cache()
-    return table.rows
 
 
 def main() -> None:
@@ -292,14 +296,18 @@ def main() -> None:
     )
     versions, load = machine["versions"], round(os.getloadavg()[0], 2)
     print(f"{where}; " + ", ".join(f"{name} {version}" for name, version in versions.items()))
-    rows = run("resnet26", resnet26(), 32, 32, options)
+    command = shlex.join(["python", "benchmarks/engine.py", *sys.argv[1:]])
+    document: dict[str, Any] = {"command": command, "hardware": where, "versions": versions}
+    document |= {"load_average_before": load, "rows": []}
+
+    def keep(row: Row) -> None:  # after every row: what was measured outlives whatever comes then
+        document["rows"].append(row)
+        if options.out:
+            options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+    run("resnet26", resnet26(), 32, 32, options, keep)
     if options.device == "cuda" and not options.small_only:
-        rows += run("resnet18", resnet18(1000), 224, 64, options)
-    if options.out:
-        command = shlex.join(["python", "benchmarks/engine.py", *sys.argv[1:]])
-        about = {"command": command, "hardware": where, "versions": versions, "load_average_before": load}
-        document = about | {"rows": rows}
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+        run("resnet18", resnet18(1000), 224, 64, options, keep)
 
 
 if __name__ == "__main__":
