@@ -26,6 +26,7 @@ README, DEMO = Path("README.md"), Path("docs/demo.md")
 RESULTS, PICTURE = Path("results/digits-demo.json"), Path("docs/demo.svg")
 ENGINE = Path("results/engine-cpu.json")
 ENGINES, TRAININGS = (ENGINE, Path("results/engine-h200.json")), (Path("results/train-h200.json"),)
+_SHOWN = 64  # at once, of the rows of a benchmark that went further
 _NETWORKS = {"resnet26": "ResNet-26, 32×32, 32 copies", "resnet18": "ResNet-18, 224×224, 64 copies"}
 _OTHERS = {
     "plain": "is a network trained on the classes alone",
@@ -80,12 +81,14 @@ def tell_speed(
         for network in dict.fromkeys(row.get("network", "resnet26") for row in engine["rows"]):
             own = [row for row in engine["rows"] if row.get("network", "resnet26") == network]
             parts.append(_tell_rows(_NETWORKS[network], own))
-        loaded = engine["load_average_before"]
-        turns = f"rows measured in turn, load average {loaded} before, " if "cuda" not in engine["command"] else ""
+        turns = ""
+        if "cuda" not in engine["command"]:
+            turns = f"rows measured in turn, load average {engine['load_average_before']} before, "
         parts.append(
             wrap(
                 f"{engine['hardware']}; `{engine['command']}`, medians, {turns}torch {engine['versions']['torch']}; "
-                f"[`{file}`]({file})."
+                f"all rows: [`{file}`]({file})."
+                f"{' ' + engine['note'] if 'note' in engine else ''}"
             )
         )
     parts.append(
@@ -109,9 +112,14 @@ def tell_speed(
 
 
 def _tell_rows(title: str, own: Sequence[Mapping[str, Any]]) -> str:
+    """The rows of a network; of those of many at once 64 and the most, where there are so many."""
     memory = any(row.get("peak_mib") for row in own)
+    counts = {row["name"]: int(row["name"].split()[0]) for row in own if row["name"][0].isdecimal()}
+    most = max(counts.values(), default=0)
     rows = []
     for row in own:
+        if most > _SHOWN and counts.get(row["name"], most) not in (_SHOWN, most):
+            continue
         cells = [f"{row['steps_per_s']:,.1f}", f"{row['images_per_s']:,.1f}", f"{row['times_naive']:,.2f}"]
         rows.append([row["name"], *cells, *([f"{row['peak_mib']:,.0f}"] if memory else [])])
     return table([title, "steps/s", "images/s", "× naive loop", *(["peak MiB"] if memory else [])], rows)
