@@ -87,6 +87,14 @@ def train(
             rich_help_panel="Recipe",
         ),
     ] = None,
+    rotations: Annotated[
+        Literal["all", "random"] | None,
+        typer.Option(
+            help="Turns of each image for the rotation task: all four, or one by chance.",
+            show_default="all; imagenet random",
+            rich_help_panel="Recipe",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, order and augmentation.", rich_help_panel="Recipe")] = 0,
     seeds: Annotated[
         str | None,
@@ -141,7 +149,7 @@ def train(
         raise typer.BadParameter("uda needs --target or --targets, and only uda takes one.", param_hint="--target")
     if seeds is not None and targets is not None:
         raise typer.BadParameter("several seeds or several targets, not both.", param_hint="--seeds")
-    changes: dict[str, Any] = {"lr": lr, "batch": batch, "method": method, "bf16": bf16}
+    changes: dict[str, Any] = {"lr": lr, "batch": batch, "rotations": rotations, "method": method, "bf16": bf16}
     with process_group(pick_device(device)) as place, contextlib.ExitStack() as stack:
         first = is_first()
         with as_bad_arguments(datasets.DataError), progress("decode") if first else contextlib.nullcontext() as decoded:
