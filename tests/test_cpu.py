@@ -132,24 +132,28 @@ def test_a_chain_of_replicas_that_are_alike_is_that_of_any(images: int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("alike", [True, False])
-@pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 1), (1, 0), (3, 2)])
-@pytest.mark.parametrize(("inputs", "outputs"), [(3, 16), (16, 32), (5, 48)])
-@pytest.mark.parametrize(("count", "images", "height", "width"), [(4, 1, 9, 6), (3, 3, 5, 8), (1, 2, 3, 3)])
-def test_convolution_with_its_gradient_by_filters_apart(
+@pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 1), (1, 0), (3, 2), (4, 3)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(3, 16), (16, 32), (5, 48), (34, 64)])
+@pytest.mark.parametrize(
+    ("count", "images", "height", "width"), [(4, 1, 9, 6), (3, 3, 5, 8), (1, 2, 3, 3), (1, 1, 4, 21)]
+)
+def test_strided_convolution_and_its_gradients(
     alike: bool, stride: int, padding: int, inputs: int, outputs: int, count: int, images: int, height: int, width: int
 ) -> None:
     x, weight = numbers(0, count * images, inputs, height, width), numbers(1, count, outputs, inputs, 3, 3)
     weight = weight[:1].expand_as(weight) if alike else weight
     ours = [x.clone().requires_grad_(), weight.detach().requires_grad_()]
     exact = [x.double().requires_grad_(), weight.double().contiguous().requires_grad_()]
-    y = cpu.convolve_apart(*ours, stride, padding)
+    y = cpu.convolve_strided(ours[0], ours[1], stride, padding)
     pieces = zip(exact[0].chunk(count), exact[1], strict=True)
     expected = torch.cat([F.conv2d(piece, w, None, stride, padding) for piece, w in pieces])
+    assert y.is_contiguous(memory_format=torch.channels_last)
     check([y], [expected], 2e-6)
     grad = numbers(2, *y.shape)
     gradients = torch.autograd.grad(y, ours, grad)
     check(list(gradients), list(torch.autograd.grad(expected, exact, grad.double())), 2e-6)
-    assert torch.equal(torch.autograd.grad(cpu.convolve_apart(*ours, stride, padding), ours[1], grad)[0], gradients[1])
+    (alone,) = torch.autograd.grad(cpu.convolve_strided(x, ours[1], stride, padding), ours[1:], grad)
+    assert torch.equal(alone, gradients[1])
 
 
 @needs_compiler
@@ -218,6 +222,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     for count in (1, 2, 3):
         torch.set_num_threads(count)
         y = cpu.convolve(cpu.group_norm(x, norm), [cpu.Convolution(weight, norm)] * 5, x)
+        y = cpu.convolve_strided(y, weight, 2, 1)
         results.append([y, *torch.autograd.grad(y.square().sum(), moving)])
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 

@@ -157,7 +157,7 @@ class ImageGradients:
             with torch.inference_mode(False):
                 made = self._replicas[key] = Replicas(self.net, len(images), ("encoder",), example, dtype)
                 for parameter in made.parameters(("encoder",)).values():
-                    if self._on_cpu:  # nobody learns, so one will do for all: see cpu.convolve_apart
+                    if self._on_cpu:  # nobody learns, so one will do for all: see cpu.convolve_strided
                         parameter.data = parameter.data[:1].expand_as(parameter)
                     parameter.requires_grad_(True)
         return self._replicas[key]

@@ -11,17 +11,16 @@ result. Without a compiler, or with `TESTTIME_COMPILE=0` set, `available` says n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from testtime.cpu.build import Chain, Filters, Layer, Norm, available, kernels
 
-__all__ = ["CHANNELS", "Convolution", "GroupNorm", "available", "convolve", "convolve_apart", "group_norm"]
+__all__ = ["CHANNELS", "Convolution", "GroupNorm", "available", "convolve", "convolve_strided", "group_norm"]
 
 CHANNELS = (16, 32, 64, 128)  # that `convolve` is compiled for
 
@@ -82,10 +81,8 @@ def convolve(x: Tensor, layers: Sequence[Convolution], plus: Tensor | None = Non
     return _Convolve.apply(x, plus, layers, *tensors)  # type: ignore[return-value]
 
 
-def convolve_apart(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
-    """A 3×3 convolution of any stride, by torch but for the gradient by the filters.
-
-    That does not depend on the number of threads, as torch's does, and all replicas' comes at once.
+def convolve_strided(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    """A 3×3 convolution of any stride.
 
     Args:
         x: Images `(S·B, inputs, H, W)`, float32.
@@ -94,7 +91,7 @@ def convolve_apart(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tens
         stride: Of the convolution.
         padding: On all sides.
     """
-    return _ConvolveApart.apply(x, weight, stride, padding)  # type: ignore[return-value]
+    return _ConvolveStrided.apply(x, weight, stride, padding)  # type: ignore[return-value]
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -148,44 +145,31 @@ class _Convolve(torch.autograd.Function):
         return grad_x, grad if of_plus and alone else grad_plus, None, *gradients
 
 
-class _ConvolveApart(torch.autograd.Function):
+class _ConvolveStrided(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+        x, weight = _channels_last(x), weight if weight[0].is_contiguous() else weight.contiguous()
+        sides = [(side + 2 * padding - 3) // stride + 1 for side in x.shape[2:]]
+        y = torch.empty(len(x), weight.shape[1], *sides, memory_format=torch.channels_last)
+        count, images, threads = _sizes(x, weight)
+        inner = x.shape[2], x.shape[3], x.shape[1], *sides, weight.shape[1]
+        ctx.filters = Filters(count, images, *inner, stride, padding, threads, weight.stride(0))
         ctx.save_for_backward(x, weight)
-        ctx.sizes = stride, padding
-        return _join([F.conv2d(piece, own, None, stride, padding) for piece, own in _pieces(x, weight)])
+        kernels().strided_forward(ctx.filters, *_pointers(x, weight, y))
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (x, weight), (stride, padding) = ctx.saved_tensors, ctx.sizes
-        x, grad = _channels_last(x), _channels_last(grads[0])
+        (x, weight), grad = ctx.saved_tensors, _channels_last(grads[0])
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            sides = [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1
-            pairs = zip(_pieces(x, weight), _pieces(grad, weight), strict=True)
-            backward = torch.ops.aten.convolution_backward
-            grad_x = _join(
-                [backward(g, piece, own, None, *sides, [True, False, False])[0] for (piece, own), (g, _) in pairs]
-            )
+            grad_x = torch.empty_like(x)
+            kernels().strided_backward(ctx.filters, *_pointers(grad, weight, grad_x))
         if ctx.needs_input_grad[1]:
             grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-            count, images, threads = _sizes(x, weight)
-            inner = x.shape[2], x.shape[3], x.shape[1], *grad.shape[2:], grad.shape[1]
-            filters = Filters(count, images, *inner, stride, padding, threads)
-            kernels().filter_gradient(filters, *_pointers(x, grad, grad_weight))
+            kernels().strided_filters(ctx.filters, *_pointers(x, grad, grad_weight))
         return grad_x, grad_weight, None, None
-
-
-def _join(pieces: list[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _pieces(images: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Images and the filters for them: all at once where the replicas have the same."""
-    if weight.stride(0) == 0:
-        return iter([(images, weight[0])])
-    return zip(images.chunk(len(weight)), weight, strict=True)
 
 
 def _forward(

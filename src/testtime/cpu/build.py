@@ -18,7 +18,7 @@ from testtime.storage import whole_file
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-_PARTS = (SOURCE, SOURCE.with_name("winograd.h"), SOURCE.with_name("norm.h"))
+_PARTS = (SOURCE, *map(SOURCE.with_name, ("norm.h", "strided.h", "winograd.h")))
 _FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 _LIMIT = 120  # seconds for the compiler
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
@@ -53,21 +53,21 @@ class Chain(ctypes.Structure):
 
 
 class Filters(ctypes.Structure):
-    """`struct Filters` of kernels.cpp."""
+    """`struct Filters` of strided.h."""
 
     _fields_ = [
-        (name, _INT)
-        for name in (
-            *("replicas", "images", "height", "width", "inputs"),
-            *("rows", "columns", "outputs", "stride", "padding", "threads"),
-        )
+        *((name, _INT) for name in ("replicas", "images", "height", "width", "inputs")),
+        *((name, _INT) for name in ("rows", "columns", "outputs", "stride", "padding", "threads")),
+        ("apart", ctypes.c_int64),
     ]
 
 
 _ARGUMENTS = {
     "norm_forward": [ctypes.POINTER(Norm), *[_POINTER] * 2, *[_INT] * 3],
     "norm_backward": [ctypes.POINTER(Norm), *[_POINTER] * 4, *[_INT] * 3],
-    "filter_gradient": [ctypes.POINTER(Filters), *[_POINTER] * 3],
+    "strided_forward": [ctypes.POINTER(Filters), *[_POINTER] * 3],
+    "strided_backward": [ctypes.POINTER(Filters), *[_POINTER] * 3],
+    "strided_filters": [ctypes.POINTER(Filters), *[_POINTER] * 3],
     "chain_forward": [ctypes.POINTER(Chain), _INT, *[_POINTER] * 4],
     "chain_backward": [ctypes.POINTER(Chain), _INT, *[_POINTER] * 7],
 }

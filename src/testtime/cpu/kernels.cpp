@@ -11,6 +11,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "strided.h"
 #include "winograd.h"
 
 namespace {
@@ -202,8 +203,8 @@ void forward(const Chain& chain, const float* x, const float* plus, float* inner
 }
 
 // From the gradient g by the output, and the inner outputs: the gradient dx by the input; `dplus` by what was added
-// from outside, where there is more than the one layer; dw by the filters, (layers, S, C, C, 3, 3); and each image's part of
-// those by scale and shift, `norm_parts` (layers, N, 2, C). What is null is left out.
+// from outside, where there is more than the one layer; dw by the filters, (layers, S, C, C, 3, 3); and each image's
+// part of those by scale and shift, `norm_parts` (layers, N, 2, C). What is null is left out.
 //
 // A replica's tiles are summed for dw in parts; how many depends on the sizes alone, and with it the order of the sums.
 template <class W, int C>
@@ -304,66 +305,9 @@ void choose(const Chain& chain, int channels, Function function) {
     if (channels == 128) with(std::integral_constant<int, 128>{});
 }
 
-// A 3×3 convolution of any stride and padding, of images (N, H, W, inputs) to (N, rows, columns, outputs).
-struct Filters {
-    int replicas, images, height, width, inputs, rows, columns, outputs, stride, padding, threads;
-
-    int wide() const { return width + 2 * padding; }
-    size_t padded() const { return static_cast<size_t>(height + 2 * padding) * wide() * inputs; }
-};
-
-// Copy an image into the middle of one that has zeros around it.
-void pad(const Filters& f, const float* image, float* to) {
-    for (int row = 0; row < f.height; row++)
-        std::copy_n(image + row * f.width * f.inputs, f.width * f.inputs,
-                    to + ((row + f.padding) * f.wide() + f.padding) * f.inputs);
-}
-
-// Add to the sums of the nine taps what an image gives for one input, at which it begins, and one vector of outputs.
-void add_taps(const Filters& f, const float* padded, const float* g, Vector sums[9]) {
-    int down = f.wide() * f.inputs;
-    Vector own[9];  // in registers
-    for (int k = 0; k < 9; k++) own[k] = sums[k];
-    for (int row = 0; row < f.rows; row++)
-        for (int column = 0; column < f.columns; column++) {
-            Vector by = load(g + (row * f.columns + column) * f.outputs);
-            const float* corner = padded + row * f.stride * down + column * f.stride * f.inputs;
-            for (int k = 0; k < 9; k++) own[k] += corner[k / 3 * down + k % 3 * f.inputs] * by;
-        }
-    for (int k = 0; k < 9; k++) sums[k] = own[k];
-}
-
 }  // namespace
 
 extern "C" {
-
-// dw (S, outputs, inputs, 3, 3), each replica's gradient by the filters, from the gradient g by the output.
-void filter_gradient(const Filters* filters, const float* x, const float* g, float* dw) {
-    const Filters& f = *filters;
-    int vectors = f.outputs / LANES, images = f.replicas * f.images;
-    int64_t in = static_cast<int64_t>(f.height) * f.width * f.inputs;
-    int64_t out = static_cast<int64_t>(f.rows) * f.columns * f.outputs;
-    float* padded = caller.get(f.padded() * images);
-#pragma omp parallel num_threads(f.threads)
-    {
-#pragma omp for schedule(static)
-        for (int n = 0; n < images; n++) {
-            std::fill_n(padded + n * f.padded(), f.padded(), 0.0f);
-            pad(f, x + n * in, padded + n * f.padded());
-        }
-#pragma omp for schedule(static)
-        for (int index = 0; index < f.replicas * f.inputs * vectors; index++) {
-            int replica = index / (f.inputs * vectors);
-            int i = index / vectors % f.inputs, o = index % vectors * LANES, first = replica * f.images;
-            Vector sums[9] = {};
-            for (int n = first; n < first + f.images; n++)
-                add_taps(f, padded + n * f.padded() + i, g + n * out + o, sums);
-            float* filter = dw + ((static_cast<int64_t>(replica) * f.outputs + o) * f.inputs + i) * 9;
-            for (int lane = 0; lane < LANES; lane++)
-                for (int k = 0; k < 9; k++) filter[lane * f.inputs * 9 + k] = sums[k][lane];
-        }
-    }
-}
 
 // y = GroupNorm(x), then ReLU if asked; fills in the moments.
 void norm_forward(const Norm* norm, const float* x, float* y, int replicas, int images, int threads) {

@@ -9,6 +9,12 @@
 namespace {
 
 constexpr int LANES = 16;  // channels in a vector
+// How many vectors a product keeps in registers: of 32 that are as wide, or of fewer and narrower ones.
+#if defined(__AVX512F__)
+constexpr int KEPT = 16;
+#else
+constexpr int KEPT = 4;
+#endif
 
 typedef float Vector __attribute__((vector_size(64)));
 typedef float Unaligned __attribute__((vector_size(64), aligned(4), may_alias));

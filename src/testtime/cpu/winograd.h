@@ -12,14 +12,8 @@ namespace {
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))  // what works on vectors in registers
 
-constexpr int TILES = 16;
+constexpr int TILES = 8;
 constexpr int CHUNK = 32;  // inputs that are summed by themselves, so that less is lost in rounding
-// How many vectors a product keeps in registers: of 32 that are as wide, or of fewer and narrower ones.
-#if defined(__AVX512F__)
-constexpr int KEPT = 16;
-#else
-constexpr int KEPT = 4;
-#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Transforms along one axis, of one vector of channels
@@ -157,8 +151,8 @@ constexpr size_t matrix(int index) {
     return static_cast<size_t>(index) * (C * C + LANES);
 }
 
-// Some images, cut into tiles of `side`×`side` outputs that are counted through all of them. Tiles are read from a frame:
-// the images with zeros around them, one at the top and the left, below and at the right as many as tiles reach.
+// Some images, cut into tiles of `side`×`side` outputs that are counted through all of them. Tiles are read from a
+// frame: the images with zeros around them, one at the top and the left, below and at the right as many as tiles reach.
 struct Tiling {
     int images, height, width, side;
 
@@ -198,7 +192,7 @@ void transform_block(const Tiling& tiling, int block, const float* frame, float*
 // How many vectors of a product's outputs are computed at a time, and for how many rows.
 template <int C>
 struct Kept {
-    static constexpr int WIDE = std::min(C / LANES, 2), TALL = KEPT / WIDE;
+    static constexpr int WIDE = std::min(C / LANES, 2), TALL = std::min(TILES, KEPT / WIDE);
 };
 
 // m[tile][output] = Σ v[tile][input] u[input][output]

@@ -20,7 +20,8 @@ from testtime.randomness import has_triton
 
 # A convolution of no more images of a replica, each with no more numbers in its patches, is a matrix product on a CPU.
 _FEW, _SMALL = 3, 16_384
-# On CUDA, replicas are convolved at once where their filters have no more channels and their results fewer numbers.
+# On CUDA, replicas are convolved at once where their filters have no more channels and their results fewer numbers; on
+# a CPU, filters of more inputs are convolved by torch where nothing is learned.
 _NARROW, _LARGE = 64, 2**20
 
 
@@ -90,15 +91,12 @@ class _Conv2d(nn.Module):
             flat = None if bias is None else bias.flatten()
             wide = F.conv2d(wide, weight.flatten(0, 1), flat, *rest, self.groups * count)
             return wide.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
-        apart = self._compiles_apart(x)
-        if apart and weight.stride(0) == 0:
-            return cpu.convolve_apart(x, weight, self.stride[0], self.padding[0])
+        if self._compiles_strided(x):
+            return cpu.convolve_strided(x, weight, self.stride[0], self.padding[0])
         patch = x.shape[1] * x.shape[2] * x.shape[3] * weight.shape[-2] * weight.shape[-1]
         few = not x.is_cuda and count > 1 and 0 < len(x) <= _FEW * count and patch <= _SMALL
         if few and self.groups == 1 and not isinstance(self.padding, str):
             return self._multiply(x, weight, bias)
-        if apart and torch.is_grad_enabled():
-            return cpu.convolve_apart(x, weight, self.stride[0], int(self.padding[0]))
         biases = [None] * count if bias is None else bias
         pieces = zip(x.chunk(count), weight, biases, strict=True)
         return _concatenate([F.conv2d(piece, w, b, *rest, self.groups) for piece, w, b in pieces])
@@ -109,10 +107,12 @@ class _Conv2d(nn.Module):
         images = len(x) // count * (x.shape[2] // self.stride[0]) * (x.shape[3] // self.stride[1])
         return max(outputs, inputs) <= _NARROW and images * outputs < _LARGE
 
-    def _compiles_apart(self, x: Tensor) -> bool:
-        """Whether the gradient by the filters has a compiled form on the CPU, whatever the stride."""
+    def _compiles_strided(self, x: Tensor) -> bool:
+        """Whether to use the compiled form for any stride on a CPU: where it exists and torch's is not faster."""
         fits = self.square and x.is_cpu and x.dtype == torch.float32 and x.numel() > 0
-        return fits and self.weight.shape[1] % 16 == 0 and cpu.available()
+        fits = fits and self.weight.shape[1] % 16 == 0 and min(x.shape[2:]) + 2 * self.padding[0] >= 3
+        narrow = self.weight.shape[2] <= _NARROW or self.weight.stride(0) == 0
+        return fits and (narrow or torch.is_grad_enabled()) and cpu.available()
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution as matrix products: for few images of many replicas, where calls cost more than copies."""
