@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -84,6 +85,13 @@ def make_file(
     write_summary(root / file, [open_run(folder)])
 
 
+def make_costs(root: Path, seconds: dict[str, float], methods: Mapping[str, Any]) -> None:
+    """The times of methods on one set; each earlier file of this name is replaced."""
+    file = FILES["costs"][0]
+    shutil.rmtree(root / "folders" / file.with_suffix(""), ignore_errors=True)
+    make_file(root, file, {method: [0] for method in seconds}, LEVEL_5[1:2], methods, seconds=seconds)
+
+
 def make_record(method: str, seed: int = 0, norm: Any = "group", target: str | None = None) -> dict[str, Any]:
     recipe = json.loads(json.dumps(asdict(Recipe.cifar(norm, method=method, seed=seed, bf16=True))))
     shape = {"name": "resnet26", "depth": 26, "norm": norm}
@@ -120,6 +128,20 @@ def read(root: Path) -> Findings:
     )
 
 
+def rows_of(text: str) -> list[list[str]]:
+    return [
+        [cell.strip(" *\\†") for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"
+    ]
+
+
+def row(text: str, title: str) -> list[str]:
+    return next(cells[1:] for cells in rows_of(text) if cells[0] == title)
+
+
+def said(text: str) -> str:
+    return " ".join(text.split())
+
+
 def make_everything(root: Path) -> list[Path]:
     """Every file that may be missing."""
     make_file(root, ROWS["baseline"], {"plain": [5] + [22, 11, 6] * 5}, EVERY)
@@ -138,6 +160,7 @@ def make_everything(root: Path) -> list[Path]:
         make_file(root, file, {"fixed": [5, 22, 10, 5], "online": [6, 11, 5, 4]}, mark=f"{place + 1}")
     level_3 = [f"cifar10-c/{name}/3" for name in SHIFTS]
     make_file(root, FILES["tuning"][0], {"fixed": (20, 10, 5), "other": (9, 5, 4)}, level_3)
+    make_costs(root, {"fixed": 1.0, "online": 2.0}, {})
     sets = ["imagenet", *(f"imagenet-c/{name}/5" for name in SHIFTS)]
     make_file(root, FILES["photographs"][0], {"fixed": [5, 38, 28, 9], "online": [5, 20, 10, 8]}, sets)
     few = {"fixed": [4, 12, 10, 3], "episodic": [2, 9, 10, 2]}

@@ -21,11 +21,15 @@ from report_files import (
     LEVEL_5,
     SHIFTS,
     describe,
+    make_costs,
     make_everything,
     make_file,
     make_main,
     make_record,
     read,
+    row,
+    rows_of,
+    said,
 )
 from testtime.cli import app
 from testtime.corruptions import CORRUPTIONS
@@ -39,7 +43,7 @@ from testtime.report.finding_photographs import draw_photographs, tell_photograp
 from testtime.report.finding_runs import tell_commands, tell_missing, tell_runs
 from testtime.report.finding_streams import tell_harm, tell_losses, tell_thousands
 from testtime.report.finding_trainings import tell_trainings, training_command
-from testtime.report.finding_variants import tell_batch_norm, tell_gradual, tell_short, tell_steps
+from testtime.report.finding_variants import tell_batch_norm, tell_costs, tell_gradual, tell_short, tell_steps
 from testtime.report.further import FILES, TRAININGS, compare, read_trainings
 from testtime.report.readme import tell_cifar
 from testtime.report.run_figures import draw_gradual
@@ -56,20 +60,6 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rows_of(text: str) -> list[list[str]]:
-    return [
-        [cell.strip(" *\\†") for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"
-    ]
-
-
-def row(text: str, title: str) -> list[str]:
-    return next(cells[1:] for cells in rows_of(text) if cells[0] == title)
-
-
-def said(text: str) -> str:
-    return " ".join(text.split())
-
-
 def test_what_was_not_run_says_so_in_one_line(root: Path) -> None:
     found = read(root)
     assert found.parts == {}
@@ -78,6 +68,7 @@ def test_what_was_not_run_says_so_in_one_line(root: Path) -> None:
         (tell_batch_norm, "batch norm"),
         (tell_gradual, "gradual"),
         (tell_steps, "steps"),
+        (tell_costs, "costs"),
     ):
         told = tell(found)
         assert told.count("\n") == 0
@@ -86,7 +77,7 @@ def test_what_was_not_run_says_so_in_one_line(root: Path) -> None:
     assert tell_photographs(found).count("Not run yet") == 2
     missing = tell_missing(found).splitlines()
     assert missing[:4] == ["- Object recognition alone (B).", "- UDA-SS.", "- ALP.", "- Batch Normalization."]
-    assert len(missing) == 3 + 9 + 2
+    assert len(missing) == 3 + 10 + 2
 
 
 def test_further_methods_stand_in_the_levels_tables_beside_the_papers(root: Path) -> None:
@@ -131,6 +122,10 @@ def test_further_methods_stand_in_the_levels_tables_beside_the_papers(root: Path
     assert "answers for the image and its mirror image together" in runs
     assert "for those of `best` see below." in runs
     assert row(tell_runs(found), "uda (UDA-SS), 4 sets")[1:] == ["200", "8", "25"]
+    # The others shared their GPU: the seconds have a mark, and there is no rate.
+    assert row(tell_runs(found), "best, 4 sets")[1:] == ["200", "12", ""]
+    assert tell_runs(found).count(" † |") == 3
+    assert "Every time is of one run. † These shared the GPU with other runs" in runs
     given = tell_commands(found)
     assert [name for name in ("baseline", "alp", "uda", "best") if f"runs/{name}\n" in given] == [
         "baseline",
@@ -181,26 +176,35 @@ def test_the_gradual_shift(root: Path) -> None:
 
 def test_less_work_for_an_image(root: Path) -> None:
     fast = {"fast": describe("fast", steps=1, lr=0.01)}
-    make_file(root, FILES["fast"][0], {"fast": [4, 19, 9, 5]}, methods=fast, seconds=2.5)
+    make_file(root, FILES["fast"][0], {"fast": [4, 19, 9, 5]}, methods=fast)
     below = {"below-20%": describe("below-20%", threshold="20%")}
-    make_file(root, FILES["threshold"][0], {"below-20%": [4, 18, 9, 5]}, methods=below, seconds=4.0)
+    make_file(root, FILES["threshold"][0], {"below-20%": [4, 18, 9, 5]}, methods=below)
+    bare = tell_short(read(root))
+    make_costs(root, {"fixed": 1.0, "episodic": 10.0, "fast": 2.5, "below-20%": 4.0}, fast | below)
     told = tell_short(read(root))
     # fixed 35 wrong of 150, episodic 31, fast 33, below-20% 32; a quarter and two fifths of the time.
-    assert row(told, "`fast`") == ["8.0", "22.00", row(told, "`fast`")[2], "100", "50.00", "0.25"]
-    assert row(told, "`below-20%`")[1:2] + row(told, "`below-20%`")[3:] == ["21.33", "20", "80.00", "0.40"]
+    assert row(told, "`fast`") == ["8.0", "22.00", row(told, "`fast`")[2], "100", "50.0", "0.25"]
+    assert row(told, "`below-20%`")[1:2] + row(told, "`below-20%`")[3:] == ["21.33", "20", "80.0", "0.40"]
     assert row(told, "episodic (TTT)")[1] == "20.67"
     assert "`fast` is +1.33 points from `episodic`" in said(told)
-    assert "has 50% of its gain over `fixed` and takes 25% of its time." in said(told)
-    assert "has 75% of its gain over `fixed` and takes 40% of its time." in said(told)
-    assert "`fast`: steps 1, lr 0.01." in said(told)
+    assert "takes 25% of its time and has 50% of its gain over `fixed`." in said(told)
+    assert "takes 40% of its time and has 75% of its gain over `fixed`." in said(told)
+    assert "`fast`: steps 1, lr 0.01. Times: every method by itself on 50 images; Some CPU <fast>, 1 thread" in said(
+        told
+    )
+    assert rows_of(bare)[0] == ["", "original", "mean of level 5", "± 95%", "% learned from"]
+    assert row(bare, "`fast`") == row(told, "`fast`")[:-2]
+    assert "paired) and has 50% of its gain over `fixed`. `fast`: steps 1, lr 0.01." in said(bare)
+    assert not any(word in bare for word in ("its time", "Times", "ms an image"))
 
 
 def test_steps_and_copies(root: Path) -> None:
     wrong = {"fixed": (20, 10, 5), "steps-1-copies-8": (19, 10, 5), "steps-10-copies-8": (16, 8, 5)}
     wrong |= {"steps-1-copies-32": (18, 9, 5), "steps-10-copies-32": (10, 6, 4), "steps-30-copies-32": (10, 5, 4)}
     methods = {name: describe(name) for name in wrong if name != "fixed"}
-    seconds = dict(zip(wrong, (0.5, 1.0, 4.0, 2.0, 10.0, 40.0), strict=True))
-    make_file(root, FILES["steps"][0], wrong, LEVEL_5[1:], methods, seconds=seconds)
+    make_file(root, FILES["steps"][0], wrong, LEVEL_5[1:], methods)
+    bare = tell_steps(read(root))
+    make_costs(root, dict(zip(wrong, (0.5, 1.0, 4.0, 2.0, 10.0, 40.0), strict=True)), methods)
     told = tell_steps(read(root))
     errors, times = rows_of(told)[:5], rows_of(told)[5:]
     assert errors == [
@@ -211,7 +215,10 @@ def test_steps_and_copies(root: Path) -> None:
         ["10", "19.33", "13.33"],
     ]
     assert times[0] == ["30", "", "12.67"]
-    assert times[-3:] == [["1", "20.00", "40.00"], ["10", "80.00", "200.00"], ["30", "", "800.00"]]
+    assert times[3:] == [["0 (`fixed`)", "10.0", "10.0"], ["1", "20.0", "40.0"], ["10", "80.0", "200.0"], times[-1]]
+    assert times[-1] == ["30", "", "800.0"]
+    assert rows_of(bare) == rows_of(told)[:6]
+    assert "10.67 points below `fixed`. [`steps.json`]" in said(bare)
     assert "The lowest mean error is that of 30 steps with 32 copies, 10.67 points below `fixed`." in said(told)
     assert "holds 0) is 10 steps with 32 copies, at 25% of its time" in said(told)
     assert "Half the gain or more costs least with 10 steps with 32 copies: 94% of it at 25% of the time." in said(told)
@@ -246,12 +253,15 @@ def test_several_training_seeds(root: Path) -> None:
 def test_the_preset_and_how_it_was_chosen(root: Path) -> None:
     settings = describe("best", lr=0.003, mirrored=True) | {"mode": "online"}
     sets = [name for name in EVERY if not name.endswith("/3")]
-    make_file(root, ROWS["best"], {"best": [3] + [9, 5, 4] * 4}, sets, {"best": settings}, seconds=3.0)
+    make_file(root, ROWS["best"], {"best": [3] + [9, 5, 4] * 4}, sets, {"best": settings})
     slow = describe("slow", lr=0.001) | {"mode": "online"}
     quick = describe("quick", lr=0.003, mirrored=True, precision="tf32") | {"mode": "online"}
     level_3 = [f"cifar10-c/{name}/3" for name in SHIFTS]
     wrong = {"fixed": (20, 10, 5), "slow": (10, 5, 4), "quick": (9, 5, 4)}
     make_file(root, FILES["tuning"][0], wrong, level_3, {"slow": slow, "quick": quick})
+    bare = tell_best(read(root))
+    timed = {"fixed": 0.5, "online": 1.0, "best": 3.0, "slow": 2.0, "quick": 3.0}
+    make_costs(root, timed, {"best": settings, "slow": slow, "quick": quick})
     told = tell_best(read(root))
     heads = rows_of(told)[0]
     assert heads == ["error in %, mean over the corruptions", "original", "level 1", "level 2", "level 4", "level 5"]
@@ -259,11 +269,15 @@ def test_the_preset_and_how_it_was_chosen(root: Path) -> None:
     assert row(told, "best") == ["6.00", "12.00", "12.00", "12.00", "12.00"]
     assert "- Level 5: −0.67 from `online`" in told
     assert "Original set: −2.00 from `online`" in said(told)
-    assert "It is below `online` on 5 of 12 corrupted sets and takes 3.00 times its time" in said(told)
+    assert "It is below `online` on 5 of 12 corrupted sets and takes 3.00 times its time. Times: every" in said(told)
+    assert "It is below `online` on 5 of 12 corrupted sets. [`best.json`]" in said(bare)
     candidates = [cells for cells in rows_of(told) if cells[0].startswith("`")]
     assert [cells[0] for cells in candidates] == ["`quick` (taken)", "`slow`", "`fixed`"]
     assert candidates[0][1:4] == ["0.003", "`tf32`", "True"]
     assert [cells[-3] for cells in candidates] == ["12.00", "12.67", "23.33"]
+    assert [cells[-1] for cells in candidates] == ["60.0", "40.0", "10.0"]
+    assert [cells for cells in rows_of(bare) if cells[0].startswith("`")] == [cells[:-1] for cells in candidates]
+    assert not any(word in bare for word in ("its time", "Times", "ms an image"))
     assert "Taken: `quick`, the lowest of all." in said(told)
     (root / ROWS["best"]).unlink()
     assert "Which of them became the preset is said once" in said(tell_best(read(root)))
@@ -327,6 +341,8 @@ def test_trainings(root: Path) -> None:
     title = "uda, one for each of 16 sets, from `cifar10-resnet26-gn-joint`"
     assert rows[2][1:7] == [title, "150", "0", "123", "8.12 to 8.12", ""]
     assert len(rows) == 3
+    assert told.count(" † |") == 1
+    assert "share their seconds evenly. † These shared the GPU with other trainings" in said(told)
     block = told.partition("```sh\n")[2].partition("```")[0].replace("\\\n", " ")
     lines = [shlex.split(line) for line in block.splitlines()]
     assert [" ".join(words) for words in lines] == [
@@ -430,7 +446,8 @@ def test_the_standard_version_on_photographs_may_have_fewer_images(root: Path) -
 
 TELLS = (
     *(tell_means, tell_runs, tell_commands, tell_trainings, tell_differences, tell_losses, tell_harm, tell_thousands),
-    *(tell_seeds, tell_batch_norm, tell_gradual, tell_short, tell_steps, tell_best, tell_photographs, tell_missing),
+    *(tell_seeds, tell_batch_norm, tell_gradual, tell_costs, tell_short, tell_steps, tell_best, tell_photographs),
+    tell_missing,
 )
 
 

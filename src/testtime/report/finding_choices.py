@@ -12,14 +12,15 @@ from testtime.report.documents import bullets, points, table, wrap
 from testtime.report.finding_levels import images_of, show_table
 from testtime.report.finding_runs import tell_settings
 from testtime.report.finding_streams import tell_original
-from testtime.report.finding_variants import tell_absence, tell_origin
-from testtime.report.further import Part, compare, seconds_an_image
+from testtime.report.finding_variants import show_time, tell_absence, tell_origin, tell_times
+from testtime.report.further import Part, compare, find_costs, find_methods, is_same_method
 from testtime.report.paper import PAPER_NAMES
 from testtime.report.results import MEAN, ORIGINAL, Results, Table, column_title, method_title
-from testtime.report.sources import compare_methods
 from testtime.report.statistics import spread
 
 BEST = "best"
+WORTH = 0.1
+"""Points by which a costlier candidate had to be better to be taken."""
 
 
 def tell_seeds(found: Findings) -> str:
@@ -76,13 +77,13 @@ def _means(results: Results, top: Table, method: str) -> list[float]:
 def tell_best(found: Findings) -> str:
     """The preset beside the paper's settings, on the levels it was not chosen on, and how it was chosen."""
     part, tuning = found.parts.get("best"), found.parts.get("tuning")
-    told = [tell_absence("best") if part is None else _tell_preset(part)]
+    told = [tell_absence("best") if part is None else _tell_preset(part, found.parts)]
     told.append("### How it was chosen")
-    told.append(tell_absence("tuning") if tuning is None else _tell_candidates(tuning, part))
+    told.append(tell_absence("tuning") if tuning is None else _tell_candidates(tuning, found.parts))
     return "\n\n".join(told)
 
 
-def _tell_preset(part: Part) -> str:
+def _tell_preset(part: Part, parts: Mapping[str, Part]) -> str:
     results, levels = part.results, by_level(part.results)
     rows, texts = [], [tell_settings(BEST, _find_preset(part)["settings"])]
     first = next(iter(levels.values()))
@@ -111,11 +112,9 @@ def _tell_preset(part: Part) -> str:
             f"{points(base)} from `fixed` ({points(low_high.low)} to {points(low_high.high)})."
         )
     texts += _tell_control(results, levels)
-    cost = seconds_an_image(results.runs, BEST) / seconds_an_image(results.runs, "online")
-    texts.append(
-        f"It is below `online` on {below} of {every} corrupted sets and takes {cost:.2f} times its time, as the runs "
-        "were timed."
-    )
+    costs = find_costs(parts, results, (BEST, "online"))
+    time = "" if costs is None else f" and takes {costs[BEST] / costs['online']:.2f} times its time"
+    texts.append(f"It is below `online` on {below} of {every} corrupted sets{time}.{tell_times(parts, costs)}")
     heads = ["error in %, mean over the corruptions", "original", *(f"level {level}" for level in levels)]
     words = f"{images_of(first):,} images of each set."
     return f"{table(heads, rows)}\n\n{wrap(words)}\n\n{bullets(texts)}\n\n{tell_origin(part)}"
@@ -145,17 +144,18 @@ def _tell_control(results: Results, levels: Mapping[int, Table]) -> list[str]:
     return texts
 
 
-def _tell_candidates(tuning: Part, best: Part | None) -> str:
+def _tell_candidates(tuning: Part, parts: Mapping[str, Part]) -> str:
     """Every candidate, and which was taken: the one with the preset's settings."""
-    shown, runs = tuning.results.tables[0], tuning.results.runs
+    shown = tuning.results.tables[0]
     column = MEAN if MEAN in shown.columns else shown.shifted[0]
-    methods = {name: held for run in runs for name, held in run.configuration["methods"].items()}
-    preset = _find_preset(best) if best is not None else None
-    taken = [name for name, held in methods.items() if preset is not None and _is_same(held, preset)]
+    methods, costs = find_methods(tuning.results), find_costs(parts, tuning.results, list(shown.rows))
+    preset = _find_preset(parts["best"]) if "best" in parts else None
+    taken = [name for name, held in methods.items() if preset is not None and is_same_method(held, preset)]
     learning = {name: held["settings"] for name, held in methods.items() if held["mode"] != "fixed"}
     keys = _varying(list(learning.values()))
+    errors = {name: row[column].error for name, row in shown.rows.items()}
     rows = []
-    for name in sorted(shown.rows, key=lambda name: shown.rows[name][column].error):
+    for name in sorted(errors, key=lambda name: errors[name]):
         cell, held = shown.rows[name][column], learning.get(name, {})
         rows.append(
             [
@@ -163,7 +163,7 @@ def _tell_candidates(tuning: Part, best: Part | None) -> str:
                 *(_value(held.get(key)) for key in keys),
                 f"{cell.error:.2f}",
                 f"{cell.half_width:.2f}",
-                f"{1000 * seconds_an_image(runs, name):.2f}",
+                *([] if costs is None else [show_time(costs[name])]),
             ]
         )
     names = ", ".join(column_title(name) for name in shown.shifted)
@@ -173,17 +173,33 @@ def _tell_candidates(tuning: Part, best: Part | None) -> str:
     elif not taken:
         words += " None of them has the settings of the preset that was run."
     else:
-        lowest = rows[0][0].removesuffix(" (taken)").strip("`")
-        words += f" Taken: {', '.join(f'`{name}`' for name in taken)}, "
-        words += "the lowest of all." if lowest in taken else f"not the lowest, which is `{lowest}`."
-    heads = ["candidate", *(f"`{key}`" for key in keys), "mean error in %", "± 95%", "ms an image"]
+        lowest = min(errors, key=lambda name: (errors[name], name not in taken))
+        below = "" if lowest in taken else _tell_lower(lowest, taken[0], errors, methods, costs)
+        words += f" Taken: {', '.join(f'`{name}`' for name in taken)}{below or ', the lowest of all.'}"
+    words += tell_times(parts, costs)
+    times = [] if costs is None else ["ms an image"]
+    heads = ["candidate", *(f"`{key}`" for key in keys), "mean error in %", "± 95%", *times]
     return f"{table(heads, rows)}\n\n{wrap(words)}\n\n{tell_origin(tuning)}"
 
 
-def _is_same(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """Whether two methods are the same but for the arithmetic and the name of the network."""
-    held = [{"mode": each["mode"], "settings": dict(each["settings"]) | {"precision": "any"}} for each in (one, two)]
-    return not compare_methods({"one": held[0]}, {"one": held[1]})
+def _tell_lower(
+    lowest: str,
+    taken: str,
+    errors: Mapping[str, float],
+    methods: Mapping[str, Mapping[str, Any]],
+    costs: Mapping[str, float] | None,
+) -> str:
+    """By how much the lowest is below the candidate that was taken, and what that costs."""
+    ours, theirs = (methods[name]["settings"] for name in (lowest, taken))
+    gap = errors[taken] - errors[lowest]
+    changed = [
+        f", with `{key}` {_value(ours[key])} instead of {_value(theirs[key])}"
+        for key in _varying([ours, theirs])
+        if key in ours and key in theirs
+    ]
+    time = "" if costs is None else f", at {costs[lowest] / costs[taken]:.2f} times the time"
+    rule = f" A costlier candidate had to be better by {WORTH:g} points." if gap < WORTH else ""
+    return f". The lowest, `{lowest}`, is {gap:.2f} points lower{''.join(changed)}{time}.{rule}"
 
 
 def _varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:

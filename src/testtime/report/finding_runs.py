@@ -9,7 +9,7 @@ from typing import Any
 from testtime.report.committed import GRADIENTS, LEVELS, PART, ROWS, STANDARD, TRAINING, Findings, by_level
 from testtime.report.documents import bullets, commands, link, table, wrap
 from testtime.report.finding_trainings import training_command
-from testtime.report.further import FOLDER
+from testtime.report.further import FOLDER, SHARED
 from testtime.report.paper import PAPER_NAMES
 from testtime.report.results import BASELINE, method_title
 from testtime.runs import Run
@@ -70,6 +70,8 @@ def tell_runs(found: Findings) -> str:
         "`online` ran all its streams side by side, `episodic` many images: the rates are those of all together, and a "
         "single stream is slower than its share. Every time is of one run."
     )
+    if any(FOLDER / run.path.parent.name in SHARED for run in found.more):
+        notes += " † These shared the GPU with other runs, so that their seconds are no measure of speed."
     timed = table(["what", "file", "images", "seconds", "images/s"], rows)
     return f"{bullets(texts)}\n\n{timed}\n\n{wrap(notes)}"
 
@@ -116,7 +118,8 @@ def _tell_time(name: str, path: Path, run: Run) -> list[str]:
     count = sum(unit.about["counts"]["images"] for unit in units)
     seconds = sum(unit.about["seconds"] for unit in units)
     title = f"{method_title(name)}, {len(units)} sets"
-    return [title, link(path), f"{count:,}", f"{seconds:.0f}", f"{count / seconds:,.0f}"]
+    times = [f"{seconds:.0f} †", ""] if path in SHARED else [f"{seconds:.0f}", f"{count / seconds:,.0f}"]
+    return [title, link(path), f"{count:,}", *times]
 
 
 def tell_commands(found: Findings) -> str:
@@ -146,6 +149,7 @@ def tell_missing(found: Findings) -> str:
         "fast": "The fast variant",
         "threshold": "The threshold",
         "steps": "Other numbers of steps and copies",
+        "costs": "What an image costs each method, with nothing else running",
         "best": "Settings other than the paper's",
         "seeds": "Several training seeds: every number here is of one network",
         "photographs": "Photographs",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from testtime.corruptions import CORRUPTIONS
@@ -15,6 +14,7 @@ from testtime.training import Recipe
 from testtime.training.pool import hash_tensors
 
 _FOLDER = "photographs"  # what a folder of pictures is called in commands
+_SHARED = ("gn-plain", "gn-alp", "bn-joint", "bn-plain", "seed-1", "seed-2")  # which no record says
 
 
 def tell_trainings(found: Findings) -> str:
@@ -23,13 +23,15 @@ def tell_trainings(found: Findings) -> str:
     targets = [record for name, record in found.trainings.items() if name.startswith("uda ")]
     groups = {name: [record] for name, record in found.trainings.items() if not name.startswith("uda ")}
     groups |= {"uda": targets} if targets else {}
-    rows = [_tell_training(records, nets, TRAININGS[name]) for name, records in groups.items()]
+    rows = [_tell_training(name, records, nets) for name, records in groups.items()]
     heads = ["network", "method", "epochs", "seed", "seconds", "last test error in %", "ships as", "file"]
     words = (
         f"Every training is on one {found.training['hardware']['device']}, with a test after each epoch that nothing "
         "was chosen by; the network kept is that of the last epoch. Trainings that went side by side share their "
         "seconds evenly."
     )
+    if any(name in groups for name in _SHARED):
+        words += " † These shared the GPU with other trainings, so that their seconds are no measure of speed."
     lines = [
         training_command(name, records, nets)
         for name, records in groups.items()
@@ -38,7 +40,7 @@ def tell_trainings(found: Findings) -> str:
     return "\n\n".join([table(heads, rows), wrap(words), *([commands(lines)] if lines else [])])
 
 
-def _tell_training(records: Sequence[Mapping[str, Any]], nets: Mapping[str, YNet], file: Path) -> list[str]:
+def _tell_training(name: str, records: Sequence[Mapping[str, Any]], nets: Mapping[str, YNet]) -> list[str]:
     """The row of a training, or of several that differ in their target alone."""
     recipe, network = (records[0]["configuration"][key] for key in ("recipe", "network"))
     shape, start = network["architecture"], _start(records[0], nets)
@@ -52,10 +54,10 @@ def _tell_training(records: Sequence[Mapping[str, Any]], nets: Mapping[str, YNet
         f"{recipe['method']}{several}{f', from `{start}`' if start else ''}",
         str(recipe["epochs"]),
         str(recipe["seed"]),
-        f"{seconds:,.0f}",
+        f"{seconds:,.0f}{' †' if name in _SHARED else ''}",
         " to ".join(ends) if len(records) > 1 else "".join(ends[:1]),
         f"`{place}`" if place else "",
-        link(file),
+        link(TRAININGS[name]),
     ]
 
 

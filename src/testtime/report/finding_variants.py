@@ -1,6 +1,7 @@
 """Variants of the method in the document of results: Batch Normalization, a gradual shift, fewer steps, other numbers.
 
-A part whose files are missing says that it was not run yet.
+What they cost is taken from runs that were made for their times, never from those that the errors are from. A part
+whose files are missing says that it was not run yet.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from testtime.report.committed import Findings, by_level
 from testtime.report.documents import commands, link, points, table, wrap
 from testtime.report.finding_levels import images_of, show_table
-from testtime.report.further import FILES, Part, compare, seconds_an_image
+from testtime.report.further import FILES, FOLDER, SHARED, Part, compare, count_images, find_costs, find_methods
 from testtime.report.paper import PAPER_NAMES
 from testtime.report.results import BASELINE, MEAN, ORIGINAL, Results, column_title, method_title
 from testtime.report.sources import ResultsError
@@ -30,9 +31,67 @@ def tell_absence(name: str) -> str:
 
 def tell_origin(part: Part) -> str:
     """The files, the hardware and the commands of a part."""
-    devices = dict.fromkeys(run.about["hardware"]["device"] for run in part.runs)
-    words = f"{', '.join(link(file) for file in part.files)}; {', '.join(devices)}."
+    words = f"{', '.join(link(file) for file in part.files)}; {_tell_machines(part)}."
     return f"{wrap(words)}\n\n{commands([run.about['command'] for run in part.runs])}"
+
+
+def _tell_machines(part: Part) -> str:
+    """The GPU, or the processor and how many threads it was given."""
+    told = {}
+    for held in (run.about["hardware"] for run in part.runs):
+        threads = f"{held['threads']} thread{'' if held['threads'] == 1 else 's'}"
+        told[held["device"] if held["device"] != "cpu" else f"{held['processor']}, {threads}"] = None
+    return "; ".join(told)
+
+
+def show_time(seconds: float) -> str:
+    """What an image costs, in milliseconds."""
+    return f"{1000 * seconds:,.1f}"
+
+
+def tell_times(parts: Mapping[str, Part], costs: Mapping[str, float] | None) -> str:
+    """Where the times of some methods come from, as a sentence after others; nothing where there are none."""
+    if costs is None:
+        return ""
+    every = count_images(parts["costs"].runs)
+    counts = sorted({every[method] for method in costs})
+    images = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
+    return (
+        f" Times: every method by itself on {images} images; {_tell_conditions(parts['costs'])} "
+        "([what an image costs](#what-an-image-costs))."
+    )
+
+
+def _tell_conditions(part: Part) -> str:
+    """Hardware and arithmetic of the times."""
+    settings = [held["settings"] for held in find_methods(part.results).values()]
+    kinds = sorted({held.get("precision", "fp32") for held in settings})
+    return f"{_tell_machines(part)}, {' and '.join(kinds)}, nothing else running"
+
+
+def tell_costs(found: Findings) -> str:
+    """What an image costs each method that was timed by itself."""
+    part = found.parts.get("costs")
+    if part is None:
+        return tell_absence("costs")
+    seconds, images = part.results.seconds, count_images(part.runs)
+    rows = [
+        [f"`{method}`", f"{images[method]:,}", show_time(cost), f"{cost / seconds[BASELINE]:.1f}"]
+        for method, cost in sorted(seconds.items(), key=lambda item: item[1])
+    ]
+    sets = dict.fromkeys(unit.set_name for run in part.runs for unit in run.units)
+    words = (
+        f"The runs below went one after the other: {_tell_conditions(part)}; the first images of "
+        f"{' and '.join(f'`{name}`' for name in sets)} in the shuffled order. Reading them is part of the time. "
+        "An online method is one stream."
+    )
+    files = {file for each in found.parts.values() for file in each.files}
+    files |= {FOLDER / run.path.parent.name for run in found.more}
+    shared = [link(file) for file in SHARED if file in files]
+    if shared:
+        words += f" The runs of {', '.join(shared)} shared their GPU with others, so that their times are no measure."
+    timed = table(["", "images", "ms an image", f"× {BASELINE}"], rows)
+    return f"{timed}\n\n{wrap(words)}\n\n{tell_origin(part)}"
 
 
 def tell_batch_norm(found: Findings) -> str:
@@ -94,19 +153,20 @@ def tell_short(found: Findings) -> str:
     told = []
     for name, title in (("fast", "One long step"), ("threshold", "The least sure images alone")):
         part = found.parts.get(name)
-        shown = tell_absence(name) if part is None else _tell_cheaper(part)
+        shown = tell_absence(name) if part is None else _tell_cheaper(part, found.parts)
         told.append(f"### {title}\n\n{shown}")
     return "\n\n".join(told)
 
 
-def _tell_cheaper(part: Part) -> str:
+def _tell_cheaper(part: Part, parts: Mapping[str, Part]) -> str:
     """Methods of a part beside `fixed` and `episodic`: mean error, share of the images learned from, time."""
-    top, runs = by_level(part.results)[5], part.results.runs
+    top = by_level(part.results)[5]
     names = [top.set_name(column) for column in top.shifted]
-    costs = {method: seconds_an_image(runs, method) for method in top.rows}
     own = [method for method in top.rows if method not in PAPER_NAMES]
+    methods = ("fixed", "episodic", *own)
+    costs = find_costs(parts, part.results, methods)
     rows, texts = [], []
-    for method in ("fixed", "episodic", *own):
+    for method in methods:
         row = top.rows[method]
         rows.append(
             [
@@ -115,27 +175,27 @@ def _tell_cheaper(part: Part) -> str:
                 f"{row[MEAN].error:.2f}",
                 f"{row[MEAN].half_width:.2f}",
                 f"{100 * _share_learned(part.results, method):.0f}",
-                f"{1000 * costs[method]:.2f}",
-                f"{costs[method] / costs['episodic']:.2f}",
+                *([] if costs is None else [show_time(costs[method]), f"{costs[method] / costs['episodic']:.2f}"]),
             ]
         )
     whole = top.rows["fixed"][MEAN].error - top.rows["episodic"][MEAN].error
     for method in own:
         gap, ends = compare(part.results, method, "episodic", names)
+        time = "" if costs is None else f", takes {100 * costs[method] / costs['episodic']:.0f}% of its time"
         texts.append(
             f"`{method}` is {points(gap)} points from `episodic` (95% {points(ends.low)} to {points(ends.high)}, "
-            f"paired), has {100 * (1 - gap / whole):.0f}% of its gain over `fixed` and "
-            f"takes {100 * costs[method] / costs['episodic']:.0f}% of its time."
+            f"paired){time} and has {100 * (1 - gap / whole):.0f}% of its gain over `fixed`."
         )
-    heads = ["", "original", "mean of level 5", "± 95%", "% learned from", "ms an image", "× episodic"]
+    times = [] if costs is None else ["ms an image", "× episodic"]
+    heads = ["", "original", "mean of level 5", "± 95%", "% learned from", *times]
     texts += [_tell_changes(part, method) for method in own]
-    words = f"{images_of(top):,} images of each set. {' '.join(texts)}"
+    words = f"{images_of(top):,} images of each set. {' '.join(texts)}{tell_times(parts, costs)}"
     return f"{table(heads, rows)}\n\n{wrap(words)}\n\n{tell_origin(part)}"
 
 
 def _tell_changes(part: Part, method: str) -> str:
     """The settings of a method that are not those of `episodic`."""
-    methods = {name: held for run in part.results.runs for name, held in run.configuration["methods"].items()}
+    methods = find_methods(part.results)
     held, usual = methods[method]["settings"], methods["episodic"]["settings"]
     changed = [f"{key} {value}" for key, value in held.items() if key in usual and usual[key] != value]
     return f"`{method}`: {', '.join(changed) or 'the settings of episodic'}."
@@ -151,26 +211,25 @@ def tell_steps(found: Findings) -> str:
     part = found.parts.get("steps")
     if part is None:
         return tell_absence("steps")
-    top, runs = part.results.tables[0], part.results.runs
+    top = part.results.tables[0]
     column = MEAN if MEAN in top.columns else top.shifted[0]
     grid = read_grid(top.rows)
-    cells = {place: top.rows[method][column].error for place, method in grid.items()}
-    costs = {place: 1000 * seconds_an_image(runs, method) for place, method in grid.items()}
-    base, base_cost = top.rows[BASELINE][column].error, 1000 * seconds_an_image(runs, BASELINE)
+    costs = find_costs(found.parts, part.results, [BASELINE, *grid.values()])
+    shown = {"mean error in %": {method: f"{row[column].error:.2f}" for method, row in top.rows.items()}}
+    if costs is not None:
+        shown["ms an image"] = {method: show_time(cost) for method, cost in costs.items()}
     steps, copies = (sorted({place[axis] for place in grid}) for axis in (0, 1))
     tables = []
-    for title, values, first in (("mean error in %", cells, base), ("ms an image", costs, base_cost)):
-        rows = [["0 (`fixed`)", *([f"{first:.2f}"] * len(copies))]]
-        for one in steps:
-            there = [values.get((one, two)) for two in copies]
-            rows.append([str(one), *("" if value is None else f"{value:.2f}" for value in there)])
+    for title, values in shown.items():
+        rows = [["0 (`fixed`)", *([values[BASELINE]] * len(copies))]]
+        rows += [[str(one), *(values.get(grid.get((one, two), ""), "") for two in copies)] for one in steps]
         tables.append(table([f"{title}: steps", *(f"{two} copies" for two in copies)], rows))
     names = [top.set_name(name) for name in top.shifted]
     half = max(top.rows[method][column].half_width for method in grid.values())
     words = (
         f"The standard version on {images_of(top):,} images of {len(names)} sets of level {top.level}: "
         f"{', '.join(column_title(name) for name in top.shifted)}. The 95% intervals of the mean errors over "
-        f"images are ±{half:.1f} or less. {_tell_choice(part, grid, costs, names)}"
+        f"images are ±{half:.1f} or less. {_tell_choice(part, grid, costs, names)}{tell_times(found.parts, costs)}"
     )
     return "\n\n".join([*tables, wrap(words), tell_origin(part)])
 
@@ -188,34 +247,37 @@ def read_grid(methods: Sequence[str] | Mapping[str, object]) -> dict[tuple[int, 
 
 
 def _tell_choice(
-    part: Part, grid: Mapping[tuple[int, int], str], costs: Mapping[tuple[int, int], float], names: Sequence[str]
+    part: Part, grid: Mapping[tuple[int, int], str], seconds: Mapping[str, float] | None, names: Sequence[str]
 ) -> str:
-    """The lowest error, the cheapest that cannot be told from it, and what the default is worth."""
+    """The lowest error; where times are known, the cheapest that cannot be told from it, and the default's worth."""
 
     def words(place: tuple[int, int]) -> str:
         return f"{place[0]} step{'' if place[0] == 1 else 's'} with {place[1]} copies"
 
     gains = {place: -compare(part.results, method, BASELINE, names)[0] for place, method in grid.items()}
     best = max(gains, key=lambda place: gains[place])
+    told = f"The lowest mean error is that of {words(best)}, {gains[best]:.2f} points below `fixed`."
+    if seconds is None:
+        return told
+    costs = {place: seconds[method] for place, method in grid.items()}
     equal = [
         place
         for place, method in grid.items()
         if place == best or compare(part.results, method, grid[best], names)[1].low <= 0
     ]
     cheap = min(equal, key=lambda place: costs[place])
-    told = f"The lowest mean error is that of {words(best)}, {gains[best]:.2f} points below `fixed`. "
     if cheap == best:
-        told += "Every cheaper choice is worse by more than the paired 95% interval allows for. "
+        told += " Every cheaper choice is worse by more than the paired 95% interval allows for."
     else:
         told += (
-            f"The cheapest that cannot be told from it (the paired 95% interval of the difference holds 0) is "
+            f" The cheapest that cannot be told from it (the paired 95% interval of the difference holds 0) is "
             f"{words(cheap)}, at {100 * costs[cheap] / costs[best]:.0f}% of its time: choose that where errors matter "
-            "most. "
+            "most."
         )
     half = [place for place in grid if gains[place] >= gains[best] / 2]
     least = min(half, key=lambda place: costs[place])
     told += (
-        f"Half the gain or more costs least with {words(least)}: {100 * gains[least] / gains[best]:.0f}% of it at "
+        f" Half the gain or more costs least with {words(least)}: {100 * gains[least] / gains[best]:.0f}% of it at "
         f"{100 * costs[least] / costs[best]:.0f}% of the time."
     )
     if (10, 32) in grid:

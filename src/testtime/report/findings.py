@@ -25,7 +25,14 @@ from testtime.report.finding_photographs import draw_photographs, tell_photograp
 from testtime.report.finding_runs import tell_commands, tell_missing, tell_runs
 from testtime.report.finding_streams import tell_harm, tell_losses, tell_thousands
 from testtime.report.finding_trainings import tell_trainings
-from testtime.report.finding_variants import GRADUAL, tell_batch_norm, tell_gradual, tell_short, tell_steps
+from testtime.report.finding_variants import (
+    GRADUAL,
+    tell_batch_norm,
+    tell_costs,
+    tell_gradual,
+    tell_short,
+    tell_steps,
+)
 from testtime.report.paper import PAPER_NAMES
 from testtime.report.results import Table
 from testtime.report.run_figures import (
@@ -70,6 +77,7 @@ def tell_all(found: Findings) -> dict[str, str]:
         "seeds": tell_seeds(found),
         "batch normalization": tell_batch_norm(found),
         "gradual shift": tell_gradual(found),
+        "costs": tell_costs(found),
         "cheaper variants": tell_short(found),
         "steps and copies": tell_steps(found),
         "best": tell_best(found),
@@ -136,10 +144,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return int(options.check and not current)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from testtime.report.results import Results, collect
-from testtime.report.sources import ResultsError, read_verdicts
+from testtime.report.results import BASELINE, Results, collect
+from testtime.report.sources import ResultsError, compare_methods, read_verdicts
 from testtime.report.statistics import Interval, bootstrap_means, interval_of
 from testtime.runs import Run, open_runs
 from testtime.runs.units import Verdicts
@@ -31,10 +31,20 @@ FILES: Mapping[str, tuple[Path, ...]] = {
     "seeds": (FOLDER / "seed-1.json", FOLDER / "seed-2.json"),
     "best": (FOLDER / "best.json",),
     "tuning": (FOLDER / "tuning.json",),
+    "costs": (FOLDER / "costs.json",),
     "photographs": (PICTURES / "level-5.json",),
     "standard photographs": (PICTURES / "standard-level-5.json",),
 }
-"""The files of each part."""
+"""The files of each part; that of the costs has times alone, of runs with nothing beside them."""
+
+SHARED = tuple(
+    FOLDER / f"{name}.json"
+    for name in (
+        *("baseline", "alp", "best", "fast", "threshold", "steps"),
+        *("gradual", "batch-norm", "seed-1", "seed-2", "tuning"),
+    )
+)
+"""The files whose runs shared their GPU with others, which no record says: their times are no measure of speed."""
 
 TRAININGS: Mapping[str, Path] = {
     **{
@@ -60,7 +70,8 @@ class Part:
     """A part of the document that has its own files.
 
     Attributes:
-        results: What its files hold, and what they are compared with, on the same images.
+        results: What its files hold, and what they are compared with, on the same images; of the costs only the
+            seconds, since each method has as many images as its time needs.
         files: The files that are there.
         runs: Their runs.
     """
@@ -86,6 +97,9 @@ def read_parts(main: Sequence[Run], root: Path = Path()) -> dict[str, Part]:
         if not there:
             continue
         own = [run for file in there for run in open_runs(root / file)]
+        if name == "costs":
+            parts[name] = Part(Results(own, (), {}, _time_methods(own), ()), there, tuple(own))
+            continue
         beside = [restrict(run, own, _BESIDE.get(name, ())) for run in main]
         parts[name] = Part(collect([*(run for run in beside if run.units), *own]), there, tuple(own))
     return parts
@@ -127,10 +141,58 @@ def read_trainings(root: Path = Path()) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def seconds_an_image(runs: Sequence[Run], method: str) -> float:
-    """What an image cost a method, over all its units."""
-    units = [unit for run in runs for unit in run.units if unit.method == method]
-    return sum(unit.seconds for unit in units) / sum(unit.about["counts"]["images"] for unit in units)
+def _time_methods(runs: Sequence[Run]) -> dict[str, float]:
+    """What an image cost each method, over all its units."""
+    units = [unit for run in runs for unit in run.units]
+    images = count_images(runs)
+    if BASELINE not in images:
+        raise ResultsError(f"{runs[0].path.parent}: {BASELINE} was not timed.")
+    return {
+        method: sum(unit.seconds for unit in units if unit.method == method) / count for method, count in images.items()
+    }
+
+
+def count_images(runs: Sequence[Run]) -> dict[str, int]:
+    """The images of each method, over all its units."""
+    counts: dict[str, int] = {}
+    for unit in (unit for run in runs for unit in run.units):
+        counts[unit.method] = counts.get(unit.method, 0) + unit.about["counts"]["images"]
+    return counts
+
+
+def find_costs(parts: Mapping[str, Part], results: Results, methods: Sequence[str]) -> dict[str, float] | None:
+    """What an image costs some methods of other results, in seconds.
+
+    Args:
+        parts: All parts, of which that of the costs has the times.
+        results: The results that the methods stand in.
+        methods: Their names.
+
+    Returns:
+        The seconds by method; None where one of them was not timed.
+
+    Raises:
+        ResultsError: What was timed is another method of the same name.
+    """
+    timed = parts.get("costs")
+    if timed is None or not all(method in timed.results.seconds for method in methods):
+        return None
+    known, wanted = (find_methods(one) for one in (timed.results, results))
+    for method in methods:
+        if not is_same_method(known[method], wanted[method]):
+            raise ResultsError(f"{timed.files[0]}: its {method} has other settings than that of the results.")
+    return {method: timed.results.seconds[method] for method in methods}
+
+
+def find_methods(results: Results) -> dict[str, Mapping[str, Any]]:
+    """Mode, network and settings of every method, as the runs have them."""
+    return {name: held for run in results.runs for name, held in run.configuration["methods"].items()}
+
+
+def is_same_method(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    """Whether two methods are the same but for the arithmetic and the name of the network."""
+    held = [{"mode": each["mode"], "settings": dict(each["settings"]) | {"precision": "any"}} for each in (one, two)]
+    return not compare_methods({"one": held[0]}, {"one": held[1]})
 
 
 def compare(results: Results, one: str, two: str, names: Sequence[str]) -> tuple[float, Interval]:
