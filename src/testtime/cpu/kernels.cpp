@@ -223,12 +223,14 @@ void backward(const Chain& chain, const float* x, const float* inner, const floa
     float* partial = u + static_cast<size_t>(sets) * chain.count * MATRICES;  // (replicas, parts, layers, 9, C, C)
 #pragma omp parallel num_threads(chain.threads)
     {
-        float* products = worker.get(2 * place<C>(W::PLACES) + MATRICES + Norm::ROWS * C + 2 * frame_size + unit_size +
-                                     2 * part_size);
+        size_t frames = chain.units() / parts + 1;
+        float* products = worker.get(2 * place<C>(W::PLACES) + MATRICES + Norm::ROWS * C + (frames + 1) * frame_size +
+                                     unit_size + 2 * part_size);
         float *v = products, *r = products + place<C>(W::PLACES), *sums = r + place<C>(W::PLACES);
-        float *room = sums + MATRICES, *frame = room + Norm::ROWS * C, *by_frame = frame + frame_size;
-        float *by_normed = by_frame + frame_size, *middle = by_normed + unit_size, *between = middle + part_size;
-        std::fill_n(frame, 2 * frame_size, 0.0f);
+        float *room = sums + MATRICES, *frame = room + Norm::ROWS * C, *by_frames = frame + frame_size;
+        float *by_normed = by_frames + frames * frame_size, *middle = by_normed + unit_size;
+        float* between = middle + part_size;
+        std::fill_n(frame, (frames + 1) * frame_size, 0.0f);
         for (int start = 0; start < chain.replicas; start += at_once) {
             int replicas = std::min(at_once, chain.replicas - start);
             if (start == 0 || !chain.shared()) transform_filters<W, C>(chain, start, std::min(replicas, sets), true, u);
@@ -247,11 +249,13 @@ void backward(const Chain& chain, const float* x, const float* inner, const floa
                                    : chain.ends_pair(l)       ? middle
                                    : l == chain.lead && dplus ? dplus + begin
                                                               : between;
-                    for (int number = part.first; dw && number < part.end; number++) {
+                    for (int number = part.first; number < part.end; number++) {
                         Unit<W, C> unit(chain, part.replica, number, room);
                         int64_t at = (number - part.first) * unit_size;
-                        unit.frame(in + at, norm.weight ? &norm : nullptr, frame);
+                        float* by_frame = by_frames + (number - part.first) * frame_size;
                         unit.frame(by_out + at, nullptr, by_frame);
+                        if (!dw) continue;
+                        unit.frame(in + at, norm.weight ? &norm : nullptr, frame);
                         const float* by_first = by_frame + (unit.tiling.wide() + 1) * C;
                         for (int block = 0; block < unit.tiling.blocks(); block++) {
                             transform_block<C, W::SIDE, W::SIDE, W::input>(unit.tiling, block, frame, v);
@@ -266,9 +270,8 @@ void backward(const Chain& chain, const float* x, const float* inner, const floa
                     for (int number = part.first; by_in && number < part.end; number++) {
                         Unit<W, C> unit(chain, part.replica, number, room);
                         int64_t at = (number - part.first) * unit_size;
-                        unit.frame(by_out + at, nullptr, by_frame);
-                        convolve_frame<W, C>(unit.tiling, by_frame, own, nullptr, norm.weight ? by_normed : by_in + at,
-                                             products);
+                        convolve_frame<W, C>(unit.tiling, by_frames + (number - part.first) * frame_size, own, nullptr,
+                                             norm.weight ? by_normed : by_in + at, products);
                         for (int k = 0; norm.weight && k < unit.tiling.images; k++)
                             norm.differentiate(in + at + k * size, by_normed + k * size,
                                                starts_pair ? by_block + at + k * size : nullptr, by_in + at + k * size,

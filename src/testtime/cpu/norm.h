@@ -37,15 +37,19 @@ class Scratch {
 thread_local Scratch worker;  // for each thread that works on images
 thread_local Scratch caller;  // for the one that called, shared with those while they work
 
-// The sum of a term over the pixels of an image, for one vector of channels.
-template <typename Term>
-inline Vector sum_pixels(int pixels, Term term) {
-    Vector sums[4] = {};
+// The sums of COUNT terms over the pixels of an image, for one vector of channels; term(pixel, values) gives the values.
+template <int COUNT, typename Term>
+inline void sum_pixels(int pixels, Term term, Vector totals[COUNT]) {
+    Vector sums[4][COUNT] = {}, values[COUNT];
+    auto add = [&](int p, Vector* to) {
+        term(p, values);
+        for (int k = 0; k < COUNT; k++) to[k] += values[k];
+    };
     int p = 0;
     for (; p + 4 <= pixels; p += 4)
-        for (int k = 0; k < 4; k++) sums[k] += term(p + k);
-    for (; p < pixels; p++) sums[0] += term(p);
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        for (int k = 0; k < 4; k++) add(p + k, sums[k]);
+    for (; p < pixels; p++) add(p, sums[0]);
+    for (int k = 0; k < COUNT; k++) totals[k] = (sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]);
 }
 
 // GroupNorm with or without ReLU behind it; replica s has its scale and shift `stride` · s numbers from the first.
@@ -73,8 +77,11 @@ struct Norm {
         int members = channels / groups;
         float *sums = room, *means = room + channels, *moment = moments + static_cast<int64_t>(n) * groups * 2;
         double count = static_cast<double>(members) * pixels;
-        for (int c = 0; c < channels; c += LANES)
-            store(sums + c, sum_pixels(pixels, [&](int p) { return load(x + p * channels + c); }));
+        Vector total;
+        for (int c = 0; c < channels; c += LANES) {
+            sum_pixels<1>(pixels, [&](int p, Vector* value) { *value = load(x + p * channels + c); }, &total);
+            store(sums + c, total);
+        }
         for (int k = 0; k < groups; k++) {
             double sum = 0;
             for (int c = k * members; c < (k + 1) * members; c++) sum += sums[c];
@@ -83,10 +90,12 @@ struct Norm {
         for (int c = 0; c < channels; c++) means[c] = moment[2 * (c / members)];
         for (int c = 0; c < channels; c += LANES) {
             Vector mean = load(means + c);
-            store(sums + c, sum_pixels(pixels, [&](int p) {
-                      Vector d = load(x + p * channels + c) - mean;
-                      return d * d;
-                  }));
+            auto square = [&](int p, Vector* value) {
+                Vector d = load(x + p * channels + c) - mean;
+                *value = d * d;
+            };
+            sum_pixels<1>(pixels, square, &total);
+            store(sums + c, total);
         }
         for (int k = 0; k < groups; k++) {
             double sum = 0;
@@ -127,12 +136,15 @@ struct Norm {
         };
         for (int c = 0; c < channels; c++) constant[c] = moment[2 * (c / members)];
         for (int c = 0; c < channels; c += LANES) {
-            Vector mean = load(constant + c);
-            store(of_shift + c, sum_pixels(pixels, [&](int p) { return passed(p, c, load(x + p * channels + c)); }));
-            store(of_scale + c, sum_pixels(pixels, [&](int p) {
-                      Vector value = load(x + p * channels + c);
-                      return passed(p, c, value) * (value - mean);
-                  }));
+            Vector mean = load(constant + c), totals[2];
+            auto terms = [&](int p, Vector values[2]) {
+                Vector value = load(x + p * channels + c);
+                values[0] = passed(p, c, value);
+                values[1] = values[0] * (value - mean);
+            };
+            sum_pixels<2>(pixels, terms, totals);
+            store(of_shift + c, totals[0]);
+            store(of_scale + c, totals[1]);
         }
         for (int k = 0; k < groups; k++) {
             float deviation = moment[2 * k + 1];

@@ -1,5 +1,5 @@
 // Winograd's convolutions (Lavin & Gray 2016): a tile of outputs comes from inputs d, two more on a side, as
-// Aᵀ[(G w Gᵀ) ⊙ (Bᵀ d B)]A. Summed over channels, each place of a transformed tile is a matrix product of its own; 16
+// Aᵀ[(G w Gᵀ) ⊙ (Bᵀ d B)]A. Summed over channels, each place of a transformed tile is a matrix product of its own; 8
 // tiles go through them together. F(4×4, 3×3) has 36 products where the direct sum has 144, F(2×2, 3×3) 16 for 36.
 
 #pragma once
