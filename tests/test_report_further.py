@@ -330,7 +330,9 @@ def test_trainings(root: Path) -> None:
         record["epochs"] = record["epochs"][1:]
         record["epochs"][0]["together"] = 16
         record["configuration"]["network"]["start"] = hash_tensors(net.state_dict().values())
-        record["configuration"]["recipe"]["lr"] = 0.01
+        record["configuration"]["recipe"] |= {"lr": 0.01, "rotations": "random"}
+        record["configuration"]["data"]["count"] = 12_800
+        record["hardware"] = {"device": "cpu", "processor": "a processor"}
     (root / TRAININGS["uda"]).write_text(json.dumps(short))
     told = tell_trainings(read(root))
     rows = rows_of(told)[2:]
@@ -342,13 +344,14 @@ def test_trainings(root: Path) -> None:
     assert rows[2][1:7] == [title, "150", "0", "123", "8.12 to 8.12", ""]
     assert len(rows) == 3
     assert told.count(" † |") == 1
+    assert "Every training is on one NVIDIA H200, but for `uda` (a processor), with a test after" in said(told)
     assert "share their seconds evenly. † These shared the GPU with other trainings" in said(told)
     block = told.partition("```sh\n")[2].partition("```")[0].replace("\\\n", " ")
     lines = [shlex.split(line) for line in block.splitlines()]
     assert [" ".join(words) for words in lines] == [
         "testtime train --data cifar10 --method plain --norm batch --seed 0 --bf16 --out runs/bn-plain",
         "testtime train --data cifar10 --method uda --targets cifar10,cifar10-c/*/5 --start cifar10-resnet26-gn-joint "
-        "--lr 0.01 --seed 0 --bf16 --out runs/uda",
+        "--lr 0.01 --rotations random --limit 12800 --seed 0 --bf16 --out runs/uda",
     ]
     group: Any = typer.main.get_command(app)
     for _, name, *arguments in lines:

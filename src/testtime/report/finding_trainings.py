@@ -14,6 +14,7 @@ from testtime.training import Recipe
 from testtime.training.pool import hash_tensors
 
 _FOLDER = "photographs"  # what a folder of pictures is called in commands
+_WHOLE = 50_000  # training images of CIFAR-10
 _SHARED = ("gn-plain", "gn-alp", "bn-joint", "bn-plain", "seed-1", "seed-2")  # which no record says
 
 
@@ -25,10 +26,13 @@ def tell_trainings(found: Findings) -> str:
     groups |= {"uda": targets} if targets else {}
     rows = [_tell_training(name, records, nets) for name, records in groups.items()]
     heads = ["network", "method", "epochs", "seed", "seconds", "last test error in %", "ships as", "file"]
+    device = found.training["hardware"]["device"]
+    others = [name for name, records in groups.items() if records[0]["hardware"]["device"] != device]
+    apart = [f", but for `{name}` ({groups[name][0]['hardware']['processor']})" for name in others]
     words = (
-        f"Every training is on one {found.training['hardware']['device']}, with a test after each epoch that nothing "
-        "was chosen by; the network kept is that of the last epoch. Trainings that went side by side share their "
-        "seconds evenly."
+        f"Every training is on one {device}{''.join(apart)}, with a test after each epoch where a test error stands "
+        "here, which nothing was chosen by; the network kept is that of the last epoch. Trainings that went side by "
+        "side share their seconds evenly."
     )
     if any(name in groups for name in _SHARED):
         words += " † These shared the GPU with other trainings, so that their seconds are no measure of speed."
@@ -101,7 +105,9 @@ def training_command(name: str, records: Sequence[Mapping[str, Any]], nets: Mapp
     words += [_targets([record["configuration"]["target"]["name"] for record in records])] if "target" in held else []
     start = _start(records[0], nets or {})
     words += [f"--start {start}"] if start else []
-    words += [f"--{key} {recipe[key]}" for key in ("epochs", "batch", "lr") if recipe[key] != getattr(usual, key)]
+    options = ("epochs", "batch", "lr", "rotations")
+    words += [f"--{key} {recipe[key]}" for key in options if recipe[key] != getattr(usual, key)]
+    words += [f"--limit {held['data']['count']}"] if not crops and held["data"]["count"] < _WHOLE else []
     words += [f"--seed {recipe['seed']}", *(["--bf16"] if recipe["bf16"] else []), f"--out runs/{name}"]
     return " ".join(words)
 
