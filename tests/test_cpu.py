@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -302,6 +303,30 @@ def test_without_a_place_to_keep_them_kernels_are_compiled_all_the_same(monkeypa
     assert cpu.available()
     layer = cpu.Convolution(torch.zeros(1, 16, 16, 3, 3))
     assert torch.equal(cpu.convolve(torch.ones(1, 16, 2, 2), [layer]), torch.zeros(1, 16, 2, 2))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are kinds of x86-64")
+@pytest.mark.parametrize("kind", ["x86-64-v2", "x86-64-v3"])
+def test_processors_of_narrower_vectors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "x86-64-v3" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("this processor has no AVX2")
+    flags = [f"-march={kind}" if flag == "-march=native" else flag for flag in build._FLAGS]
+    monkeypatch.setattr(build, "_FLAGS", tuple(flags))
+    assert cpu.available()
+    x, weight, norm = numbers(0, 6, 16, 9, 8), numbers(1, 2, 16, 16, 3, 3), norm_of(2, 16)
+    ours = [tensor.clone().requires_grad_() for tensor in (x, weight, norm.weight, norm.bias)]
+    exact = [tensor.double().requires_grad_() for tensor in (x, weight, norm.weight, norm.bias)]
+    y = cpu.convolve(ours[0], [cpu.Convolution(ours[1], cpu.GroupNorm(8, ours[2], ours[3], norm.eps, True))])
+    y = cpu.convolve_strided(y, ours[1], 2, 1)
+    expected = convolve_alone(norm_alone(exact[0], norm, exact[2], exact[3]), exact[1], None)
+    pieces = zip(expected.chunk(2), exact[1], strict=True)
+    expected = torch.cat([F.conv2d(piece, w, None, 2, 1) for piece, w in pieces])
+    check([y], [expected], 2e-6)
+    grad = numbers(2, *y.shape)
+    gradients, wanted = torch.autograd.grad(y, ours, grad), torch.autograd.grad(expected, exact, grad.double())
+    check(list(gradients), list(wanted), 2e-5)
 
 
 @pytest.mark.usefixtures("fresh")

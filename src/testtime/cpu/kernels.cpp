@@ -1,8 +1,8 @@
 // Convolution and GroupNorm of replicas on a CPU; see __init__.py for what they are for.
 //
 // Images lie with their channels last, (N, H, W, C), and N = S·B: the images of replica s are s·B … s·B + B - 1.
-// Channels come in vectors of 16, so C is a multiple of 16. Every sum has an order of its own that depends on the sizes
-// alone, never on the number of threads, so that results are the same bit for bit wherever they are computed.
+// C is a multiple of 16, and so of any vector. Every sum has an order of its own that depends on the sizes and on how
+// wide vectors are, never on the number of threads, so that on one kind of processor results are the same bit for bit.
 //
 // Convolutions come in chains that a thread follows with a few images at a time, so that they stay in its cache. A
 // GroupNorm in front of a convolution is computed just before it, and again in the backward pass: what it gives is

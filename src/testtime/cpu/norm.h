@@ -8,16 +8,17 @@
 
 namespace {
 
-constexpr int LANES = 16;  // channels in a vector
-// How many vectors a product keeps in registers: of 32 that are as wide, or of fewer and narrower ones.
+// Channels in a vector, as many as the processor adds at once; and how many vectors a product keeps in registers.
 #if defined(__AVX512F__)
-constexpr int KEPT = 16;
+constexpr int LANES = 16, KEPT = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8, KEPT = 8;
 #else
-constexpr int KEPT = 4;
+constexpr int LANES = 4, KEPT = 8;
 #endif
 
-typedef float Vector __attribute__((vector_size(64)));
-typedef float Unaligned __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
+typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
 
 inline Vector load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
 inline void store(float* to, Vector value) { *reinterpret_cast<Unaligned*>(to) = value; }
@@ -28,16 +29,17 @@ class Scratch {
 
    public:
     float* get(size_t size) {
-        if (memory.size() < size + LANES) memory.resize(size + LANES);
+        constexpr size_t LINE = 64;  // bytes
+        if (memory.size() < size + LINE / sizeof(float)) memory.resize(size + LINE / sizeof(float));
         auto address = reinterpret_cast<uintptr_t>(memory.data());
-        return reinterpret_cast<float*>((address + 63) / 64 * 64);
+        return reinterpret_cast<float*>((address + LINE - 1) / LINE * LINE);
     }
 };
 
 thread_local Scratch worker;  // for each thread that works on images
 thread_local Scratch caller;  // for the one that called, shared with those while they work
 
-// The sums of COUNT terms over the pixels of an image, for one vector of channels; term(pixel, values) gives the values.
+// The sums of COUNT terms over the pixels of an image, for one vector of channels; term(pixel, values) gives them.
 template <int COUNT, typename Term>
 inline void sum_pixels(int pixels, Term term, Vector totals[COUNT]) {
     Vector sums[4][COUNT] = {}, values[COUNT];
