@@ -200,11 +200,11 @@ def run_cpu(
     plain_stream, plain_episode = Online(net, **task), Episodic(net, parallel=1, **task)
     # name, work, images, steps for each
     rows: list[tuple[str, Any, int, int]] = [
-        ("naive loop, online", lambda: naive(net, pool[:2], copies, 1, online=True), 2, 1),
+        ("naive loop, online", lambda: naive(net, pool[:8], copies, 1, online=True), 8, 1),
         ("naive loop, standard, 10 steps", lambda: naive(net, pool[:1], copies, 10, online=False), 1, 10),
-        ("eager reference, online", lambda: without_kernels(plain_stream, pool[:2]), 2, 1),
+        ("eager reference, online", lambda: without_kernels(plain_stream, pool[:8]), 8, 1),
         ("eager reference, standard, 10 steps", lambda: without_kernels(plain_episode, pool[:1]), 1, 10),
-        ("one online stream", lambda: stream.predict(pool[:2]), 2, 1),
+        ("one online stream", lambda: stream.predict(pool[:8]), 8, 1),
         ("one episode of 10 steps", lambda: episode.predict(pool[:1]), 1, 10),
         ("standard, gate adapts 20% of the images", lambda: gated.predict(pool[:10]), 10, 10),
     ]
