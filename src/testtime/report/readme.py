@@ -81,6 +81,7 @@ def tell_speed(
         for network in dict.fromkeys(row.get("network", "resnet26") for row in engine["rows"]):
             own = [row for row in engine["rows"] if row.get("network", "resnet26") == network]
             parts.append(_tell_rows(_NETWORKS[network], own))
+            parts.append(_tell_limit(own))
         turns = ""
         if "cuda" not in engine["command"]:
             turns = f"rows measured in turn, load average {engine['load_average_before']} before, "
@@ -123,6 +124,21 @@ def _tell_rows(title: str, own: Sequence[Mapping[str, Any]]) -> str:
         cells = [f"{row['steps_per_s']:,.1f}", f"{row['images_per_s']:,.1f}", f"{row['times_naive']:,.2f}"]
         rows.append([row["name"], *cells, *([f"{row['peak_mib']:,.0f}"] if memory else [])])
     return table([title, "steps/s", "images/s", "× naive loop", *(["peak MiB"] if memory else [])], rows)
+
+
+def _tell_limit(own: Sequence[Mapping[str, Any]]) -> str:
+    """The fastest row beside plain training of the same network, which has nothing to keep apart."""
+    plain = max((row for row in own if row["name"].startswith("plain training")), key=_rate)
+    learned = [row for row in own if row["name"] != plain["name"] and "gate" not in row["name"]]  # a gate skips steps
+    fastest = max((row for row in learned if not row["name"].startswith("plain training")), key=_rate)
+    return wrap(
+        f"The most steps, {fastest['name']}, are {_rate(fastest) / _rate(plain):.1f} times those of plain training on "
+        f"large batches at its fastest ({plain['name'].removeprefix('plain training, ')})."
+    )
+
+
+def _rate(row: Mapping[str, Any]) -> float:
+    return row["steps_per_s"]
 
 
 def _tell_training(file: str, held: Mapping[str, Any]) -> str:
