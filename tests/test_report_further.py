@@ -183,8 +183,8 @@ def test_less_work_for_an_image(root: Path) -> None:
     make_costs(root, {"fixed": 1.0, "episodic": 10.0, "fast": 2.5, "below-20%": 4.0}, fast | below)
     told = tell_short(read(root))
     # fixed 35 wrong of 150, episodic 31, fast 33, below-20% 32; a quarter and two fifths of the time.
-    assert row(told, "`fast`") == ["8.0", "22.00", row(told, "`fast`")[2], "100", "50.0", "0.25"]
-    assert row(told, "`below-20%`")[1:2] + row(told, "`below-20%`")[3:] == ["21.33", "20", "80.0", "0.40"]
+    assert row(told, "`fast`") == ["8.0", "22.00", row(told, "`fast`")[2], "100", "50.0", "0.250"]
+    assert row(told, "`below-20%`")[1:2] + row(told, "`below-20%`")[3:] == ["21.33", "20", "80.0", "0.400"]
     assert row(told, "episodic (TTT)")[1] == "20.67"
     assert "`fast` is +1.33 points from `episodic`" in said(told)
     assert "takes 25% of its time and has 50% of its gain over `fixed`." in said(told)

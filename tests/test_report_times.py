@@ -32,12 +32,27 @@ def test_what_an_image_costs(root: Path) -> None:
     found = read(root)
     told = tell_costs(found)
     # A second for 100 images, two for 8.
-    assert rows_of(told)[2:] == [["`fixed`", "100", "10.0", "1.0"], ["`few`", "8", "250.0", "25.0"]]
+    assert rows_of(told)[2:] == [["`fixed`", "100", "0", "10.0", "1.0"], ["`few`", "8", "100", "250.0", "25.0"]]
     assert "Some CPU <fast>, 1 thread, fp32, nothing else running; the first images of `cifar10` and" in said(told)
     assert "The runs of [`fast.json`](../results/cifar10/fast.json) shared their GPU with others" in said(told)
     assert told.count("testtime eval") == 2
     assert find_costs(found.parts, found.results, ["fixed"]) == {"fixed": 0.01}
     assert find_costs(found.parts, found.results, ["fixed", "online"]) is None
+
+
+def test_the_same_settings_measured_again_tell_how_sure_times_are(root: Path) -> None:
+    methods = {"one": describe("one", lr=0.002), "two": describe("two", lr=0.002), "other": describe("other", lr=0.01)}
+    make_costs(root, {"fixed": 1.0, "one": 2.0, "other": 9.0}, methods)
+    assert "measured again" not in tell_costs(read(root))
+    make_costs(root, {"fixed": 1.0, "one": 2.0, "other": 9.0, "two": 2.5}, methods)
+    twice = "The same settings, measured again or under two names (`one` and `two`), differ by up to"
+    assert f"{twice} 25%: less than that says little." in said(tell_costs(read(root)))
+    make_file(root, Path("results/again.json"), {"other": [0]}, LEVEL_5[1:2], methods, seconds=12.0)
+    folders = [root / "folders" / name for name in (FILES["costs"][0].with_suffix(""), "results/again")]
+    write_summary(root / FILES["costs"][0], [open_run(folder) for folder in folders])
+    told = tell_costs(read(root))
+    assert f"{twice} 33%" in said(told)
+    assert rows_of(told)[-1] == ["`other`", "100", "100", "210.0", "10.5"]
 
 
 def test_times_of_another_method_of_the_same_name_are_not_taken(root: Path) -> None:

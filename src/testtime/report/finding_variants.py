@@ -6,6 +6,7 @@ whose files are missing says that it was not run yet.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,18 @@ import numpy as np
 from testtime.report.committed import Findings, by_level
 from testtime.report.documents import commands, link, points, table, wrap
 from testtime.report.finding_levels import images_of, show_table
-from testtime.report.further import FILES, FOLDER, SHARED, Part, compare, count_images, find_costs, find_methods
+from testtime.report.further import (
+    FILES,
+    FOLDER,
+    SHARED,
+    Part,
+    compare,
+    count_images,
+    find_costs,
+    find_methods,
+    is_same_method,
+    time_methods,
+)
 from testtime.report.paper import PAPER_NAMES
 from testtime.report.results import BASELINE, MEAN, ORIGINAL, Results, column_title, method_title
 from testtime.report.sources import ResultsError
@@ -57,8 +69,8 @@ def tell_times(parts: Mapping[str, Part], costs: Mapping[str, float] | None) -> 
     counts = sorted({every[method] for method in costs})
     images = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
     return (
-        f" Times: every method by itself on {images} images; {_tell_conditions(parts['costs'])} "
-        "([what an image costs](#what-an-image-costs))."
+        f" Times: every method by itself on {images} images; {_tell_conditions(parts['costs'])}; "
+        f"{link(parts['costs'].files[0])}."
     )
 
 
@@ -76,22 +88,44 @@ def tell_costs(found: Findings) -> str:
         return tell_absence("costs")
     seconds, images = part.results.seconds, count_images(part.runs)
     rows = [
-        [f"`{method}`", f"{images[method]:,}", show_time(cost), f"{cost / seconds[BASELINE]:.1f}"]
+        [
+            f"`{method}`",
+            f"{images[method]:,}",
+            f"{100 * _share_learned(part.results, method):.0f}",
+            show_time(cost),
+            f"{cost / seconds[BASELINE]:,.1f}",
+        ]
         for method, cost in sorted(seconds.items(), key=lambda item: item[1])
     ]
     sets = dict.fromkeys(unit.set_name for run in part.runs for unit in run.units)
     words = (
         f"The runs below went one after the other: {_tell_conditions(part)}; the first images of "
         f"{' and '.join(f'`{name}`' for name in sets)} in the shuffled order. Reading them is part of the time. "
-        "An online method is one stream."
+        f"An online method is one stream.{_tell_spread(part)}"
     )
     files = {file for each in found.parts.values() for file in each.files}
     files |= {FOLDER / run.path.parent.name for run in found.more}
     shared = [link(file) for file in SHARED if file in files]
     if shared:
         words += f" The runs of {', '.join(shared)} shared their GPU with others, so that their times are no measure."
-    timed = table(["", "images", "ms an image", f"× {BASELINE}"], rows)
+    timed = table(["", "images", "% learned from", "ms an image", f"× {BASELINE}"], rows)
     return f"{timed}\n\n{wrap(words)}\n\n{tell_origin(part)}"
+
+
+def _tell_spread(part: Part) -> str:
+    """By how much times of the same settings differ, as a sentence after others; nothing where all are of one run."""
+    rates: dict[str, list[float]] = {}
+    for run in part.runs:
+        for method, cost in time_methods([run]).items():
+            rates.setdefault(method, []).append(cost)
+    methods = find_methods(part.results)
+    twins = [pair for pair in itertools.combinations(rates, 2) if is_same_method(*(methods[name] for name in pair))]
+    equal = [*rates.values(), *([*rates[one], *rates[two]] for one, two in twins)]
+    if all(len(some) == 1 for some in equal):
+        return ""
+    names = f" or under two names ({', '.join(f'`{one}` and `{two}`' for one, two in twins)})" if twins else ""
+    widest = 100 * (max(max(some) / min(some) for some in equal) - 1)
+    return f" The same settings, measured again{names}, differ by up to {widest:.0f}%: less than that says little."
 
 
 def tell_batch_norm(found: Findings) -> str:
@@ -175,7 +209,7 @@ def _tell_cheaper(part: Part, parts: Mapping[str, Part]) -> str:
                 f"{row[MEAN].error:.2f}",
                 f"{row[MEAN].half_width:.2f}",
                 f"{100 * _share_learned(part.results, method):.0f}",
-                *([] if costs is None else [show_time(costs[method]), f"{costs[method] / costs['episodic']:.2f}"]),
+                *([] if costs is None else [show_time(costs[method]), f"{costs[method] / costs['episodic']:.3f}"]),
             ]
         )
     whole = top.rows["fixed"][MEAN].error - top.rows["episodic"][MEAN].error

@@ -98,7 +98,10 @@ def read_parts(main: Sequence[Run], root: Path = Path()) -> dict[str, Part]:
             continue
         own = [run for file in there for run in open_runs(root / file)]
         if name == "costs":
-            parts[name] = Part(Results(own, (), {}, _time_methods(own), ()), there, tuple(own))
+            seconds = time_methods(own)
+            if BASELINE not in seconds:
+                raise ResultsError(f"{root / there[0]}: {BASELINE} was not timed.")
+            parts[name] = Part(Results(own, (), {}, seconds, ()), there, tuple(own))
             continue
         beside = [restrict(run, own, _BESIDE.get(name, ())) for run in main]
         parts[name] = Part(collect([*(run for run in beside if run.units), *own]), there, tuple(own))
@@ -141,14 +144,12 @@ def read_trainings(root: Path = Path()) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def _time_methods(runs: Sequence[Run]) -> dict[str, float]:
-    """What an image cost each method, over all its units."""
+def time_methods(runs: Sequence[Run]) -> dict[str, float]:
+    """What an image cost each method in seconds, over all its units."""
     units = [unit for run in runs for unit in run.units]
-    images = count_images(runs)
-    if BASELINE not in images:
-        raise ResultsError(f"{runs[0].path.parent}: {BASELINE} was not timed.")
     return {
-        method: sum(unit.seconds for unit in units if unit.method == method) / count for method, count in images.items()
+        method: sum(unit.seconds for unit in units if unit.method == method) / count
+        for method, count in count_images(runs).items()
     }
 
 
