@@ -319,14 +319,20 @@ def test_resnet50_trains_a_step_and_adapts() -> None:
     assert not prediction.logits.equal(prediction.logits_before)
 
 
-def test_crops_of_the_networks_size_come_from_larger_photographs() -> None:
+def test_crops_of_the_networks_size_come_from_larger_photographs(monkeypatch: pytest.MonkeyPatch) -> None:
     net = resnet18(3, size=32)
     net.describe(augment={"name": "resized-crop-flip", "size": 32})
     images = torch.randint(0, 256, (4, 3, 37, 37), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     pool = Pool("images", images, torch.tensor([0, 1, 2, 0]), torch.device("cpu"))
     trainer = Trainer([Training(net, Recipe.imagenet(batch=4), pool)])
     seen: list[tuple[int, ...]] = []
-    net.encoder[0].register_forward_hook(lambda _, inputs, __: seen.append(tuple(inputs[0].shape)))  # type: ignore[index]
+    encode = trainer.model.encode
+
+    def look(images: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(images.shape))
+        return encode(images)
+
+    monkeypatch.setattr(trainer.model, "encode", look)
     for batch in trainer.batches(0):
         trainer.step(*batch)
     assert set(seen) == {(4, 3, 32, 32)}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from models import CLASSES, pictures
-from testtime import cli
+from testtime import cli, cpu
 from testtime.networks import YNet, load, resnet26
 from testtime.networks.ynet import Card
 from testtime.randomness import Draws
@@ -29,6 +29,7 @@ from testtime.training import (
     train,
     train_together,
 )
+from testtime.training.replicated import Replicated
 
 SHORT = Recipe(epochs=3, batch=8, lr=0.02, drops=(2,), attack_steps=2)
 CPU = torch.device("cpu")
@@ -250,6 +251,40 @@ def test_one_network_is_not_trained_twice_at_once() -> None:
         train_together([net, net], *pictures(), SHORT)
     with pytest.raises(ValueError, match="empty"):
         train_together([], *pictures(), SHORT)
+
+
+# On a CPU with kernels of ours ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(exact: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TESTTIME_COMPILE")
+    if not cpu.available():
+        pytest.skip("there is no C++ compiler, or it is not to be used")
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("method", ["plain", "joint", "alp"])
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_kernels_train_the_same_network(norm: Any, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = replace(SHORT, method=method, epochs=1, lr=0.001)
+    ours = train(network(norm), *pictures(), recipe)
+    monkeypatch.setenv("TESTTIME_COMPILE", "0")
+    assert_alike(ours, train(network(norm), *pictures(), recipe), network(norm))
+
+
+@pytest.mark.usefixtures("compiled")
+def test_kernels_train_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool("images", *pictures(), CPU)
+
+    def replicates(net: YNet, recipe: Recipe = SHORT) -> bool:
+        return isinstance(Trainer([Training(net, recipe, pool)]).model, Replicated)
+
+    assert replicates(network())
+    assert not replicates(network(), replace(SHORT, bf16=True))
+    assert not replicates(resnet26(CLASSES, depth=8, width=4, channels=1, size=8))  # 256 channels
+    monkeypatch.setenv("TESTTIME_COMPILE", "0")
+    assert not replicates(network())
 
 
 # On a GPU ------------------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
+from testtime import cpu
 from testtime.capture import Captured, Precision, arithmetic, check_precision
 from testtime.networks.ynet import YNet
 from testtime.randomness import Draws
@@ -24,8 +25,9 @@ class Trainer:
 
     `step` is the whole of training that happens on the device. It reads nothing back, and its shapes and its course do
     not depend on the numbers: on CUDA it is recorded as a graph and replayed. A network that this package built
-    computes there as a replica of itself, on our kernels. Several trainings are always replicas of one network; no
-    number of one enters another, so each goes as it would alone, up to rounding.
+    computes as a replica of itself where our kernels are faster: on CUDA, and narrow ones on a CPU with a compiler.
+    Several trainings are always replicas of one network; no number of one enters another, so each goes as it would
+    alone, up to rounding.
 
     Args:
         trainings: One or more. Several must `fit_together`.
@@ -57,7 +59,12 @@ class Trainer:
 
     def _replica_fits(self) -> bool:
         """Whether to compute as replicas: several trainings must, one does so where that is faster."""
-        return self.count > 1 or (self.device.type == "cuda" and self.trainings[0].is_replicable())
+        first = self.trainings[0]
+        if self.count > 1 or self.device.type == "cuda":
+            return self.count > 1 or first.is_replicable()
+        layers = [layer for layer in first.net.modules() if isinstance(layer, nn.Conv2d)]
+        narrow = all(layer.out_channels <= max(cpu.CHANNELS) for layer in layers)  # wider ones are faster in torch
+        return narrow and not self.recipe.bf16 and first.is_replicable() and cpu.available()
 
     def _moved(self) -> list[Tensor]:
         """What the optimizer moves."""
