@@ -331,7 +331,7 @@ def test_trainings(root: Path) -> None:
         record["epochs"][0]["together"] = 16
         record["configuration"]["network"]["start"] = hash_tensors(net.state_dict().values())
         record["configuration"]["recipe"] |= {"lr": 0.01, "rotations": "random"}
-        record["configuration"]["data"]["count"] = 12_800
+        record["configuration"]["data"] |= {"name": "cifar10[12800]", "count": 12_800}
         record["hardware"] = {"device": "cpu", "processor": "a processor"}
     (root / TRAININGS["uda"]).write_text(json.dumps(short))
     told = tell_trainings(read(root))

@@ -47,7 +47,8 @@ def tell_runs(found: Findings) -> str:
         f"({100 * epochs[-1]['test_error']:.2f}%).",
         f"**Order**: every set is shuffled once by the seed, {first.about['seeds'][0]}.",
         f"**Hardware and software**: one {hardware['device']}, {hardware['processor']}, torch {versions['torch']}, "
-        f"numpy {versions['numpy']}, Python {versions['python']}, testtime {versions['testtime']}.",
+        f"numpy {versions['numpy']}, Python {versions['python']}, testtime {versions['testtime']}"
+        f"{_tell_others(found)}.",
     ]
     count = sum(one["images"] for one in found.study["sets"].values())
     seconds = sum(one["seconds"] for one in found.study["sets"].values())
@@ -111,6 +112,14 @@ def _tell_network(name: str, held: Mapping[str, Any], found: Findings) -> str:
     )
     mark = f" (fingerprint {marks})" if isinstance(marks, str) else ""
     return f"**`{name}`** ({PAPER_NAMES[name]}): {words[name]}{mark}; it learns nothing when tested."
+
+
+def _tell_others(found: Findings) -> str:
+    """The methods that ran on other hardware."""
+    usual = found.runs[0].about["hardware"]["device"]
+    others = [(run, run.about["hardware"]) for run in found.more if run.about["hardware"]["device"] != usual]
+    told = [f"`{name}` on {held['processor']}" for run, held in others for name in run.configuration["methods"]]
+    return f"; {', '.join(told)}" if told else ""
 
 
 def _tell_time(name: str, path: Path, run: Run) -> list[str]:

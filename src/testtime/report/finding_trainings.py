@@ -80,7 +80,7 @@ def _start(record: Mapping[str, Any], nets: Mapping[str, YNet]) -> str | None:
 
 def _family(record: Mapping[str, Any]) -> str | None:
     """The data to name on the command line; None for what has no name there."""
-    family = record["configuration"]["data"]["name"].split("/")[0]
+    family = record["configuration"]["data"]["name"].split("/")[0].partition("[")[0]  # `cifar10[10240]` is a part of it
     return {"folder": _FOLDER}.get(family, family if family in ("cifar10", "imagenet") else None)
 
 

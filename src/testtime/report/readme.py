@@ -51,6 +51,9 @@ def tell_cifar(results: Results) -> str:
     gains = {method: f"{100 * (1 - mean / means['fixed']):.0f}%" for method, mean in means.items()}
     others = "; ".join(f"`{name}` {words}" for name, words in _OTHERS.items() if name in top.rows)
     first = results.runs[0]
+    device = first.about["hardware"]["device"]
+    elsewhere = [run for run in results.runs if run.about["hardware"]["device"] != device]
+    apart = "".join(f", but for `{name}`" for run in elsewhere for name in run.configuration["methods"])
     shape = next(iter(first.configuration["networks"].values()))["architecture"]
     images = top.rows["fixed"][top.shifted[0]].images
     half = max(row[MEAN].half_width for row in top.rows.values() if MEAN in row)
@@ -60,7 +63,7 @@ def tell_cifar(results: Results) -> str:
         f"{len(top.shifted)} corruptions: `online` {gains['online']} and `episodic` {gains['episodic']} below `fixed`; "
         f"the 95% intervals of the means over images are ±{half:.1f} or less. "
         f"{others}{'. ' if others else ''}One network{' of each kind' if others else ''}, one run, seed "
-        f"{first.about['seeds'][0]}, on one {first.about['hardware']['device']}. Commands, files, the other levels, "
+        f"{first.about['seeds'][0]}, on one {device}{apart}. Commands, files, the other levels, "
         "where it differs from the paper and what is not measured yet: [docs/results.md](docs/results.md)."
     )
     return f"{table(heads, rows)}\n\n{wrap(words)}"
