@@ -425,6 +425,27 @@ def test_interrupting_is_one_line_and_exit_code_130(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+def test_a_run_without_a_folder_gets_one_that_the_same_options_find_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        code, out, _ = run(capsys, *TINY)
+        assert code == 0
+    (trained,) = (tmp_path / "runs").iterdir()
+    assert out.startswith(f"runs/{trained.name}/network.safetensors: epoch 3, loss ")
+    evaluation = ["eval", "-c", f"runs/{trained.name}/network.safetensors", "--data", "digits", "--methods", "fixed"]
+    for device in ("cpu", "auto"):
+        code, out, _ = run(capsys, *evaluation, "--limit", "5", "--device", device)
+        assert code == 0
+    folders = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert len(folders) == 2
+    assert out.endswith(f"runs/{folders[0]}: 1 units\n")
+    assert folders[0].startswith("eval-")
+    assert run(capsys, *evaluation, "--limit", "6")[0] == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
 def test_two_processes_train_as_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

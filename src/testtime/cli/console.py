@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import sys
 import time
-from collections.abc import Iterator
-from typing import Annotated, Protocol
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Protocol
 
 import typer
+
+# Options that say where and how something is run, and not what.
+_MACHINE = ("out", "device", "jobs", "ray", "together", "cache", "data_root")
+
+
+def name_folder(command: str, options: Mapping[str, Any]) -> Path:
+    """A folder for a run that was given none: the same options lead to the same one, so that the run goes on there."""
+    told = {name: str(value) for name, value in options.items() if name not in _MACHINE and value is not None}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    return Path("runs", f"{command}-{digest[:8]}")
 
 
 @contextlib.contextmanager

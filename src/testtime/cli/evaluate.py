@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from testtime.cli.console import Device, as_bad_arguments, pick_device, progress
+from testtime.cli.console import Device, as_bad_arguments, name_folder, pick_device, progress
 
 _EACH = "; METHOD=NUMBER for one method. May be repeated."
 
@@ -28,7 +28,13 @@ class EvaluateCommand(TyperCommand):
 
 def evaluate(
     context: typer.Context,
-    out: Annotated[Path, typer.Option(help="The run's folder; if it holds a part of this run, the rest is run.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The run's folder; if it holds a part of this run, the rest is run.",
+            show_default="runs/eval-…, a name made of the options",
+        ),
+    ] = None,
     checkpoint: Annotated[
         str | None,
         typer.Option("--checkpoint", "-c", help="Jointly trained network: a file, or a shipped one's name."),
@@ -143,7 +149,7 @@ def evaluate(
     missing is run.
 
     Examples:
-      testtime eval -c net.safetensors --data digits-c --levels 5 --out runs/d
+      testtime eval -c net.safetensors --data digits-c --levels 5
       testtime eval -c net.safetensors --data photos/ --lr 0.003 --out runs/p
       testtime eval -c net.safetensors --data cifar10-c --shuffle --out runs/c
       testtime eval -c n.safetensors --data photos/ --methods fixed,best --out b
@@ -154,6 +160,7 @@ def evaluate(
     from testtime import runs
 
     place = pick_device(device)
+    out = out or name_folder("eval", context.params)
     with as_bad_arguments(datasets.DataError):
         plan = runs.make_plan(
             matrix,

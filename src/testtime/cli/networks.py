@@ -9,11 +9,18 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from testtime.cli.console import Device, as_bad_arguments, pick_device, progress
+from testtime.cli.console import Device, as_bad_arguments, name_folder, pick_device, progress
 
 
 def train(
-    out: Annotated[Path, typer.Option(help="The run's folder; if it holds a part of this run, training goes on.")],
+    context: typer.Context,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The run's folder; if it holds a part of this run, training goes on.",
+            show_default="runs/train-…, a name made of the options",
+        ),
+    ] = None,
     data: Annotated[
         str, typer.Option(help="digits (built in), cifar10, imagenet, or a folder with a folder for each class.")
     ] = "digits",
@@ -149,6 +156,7 @@ def train(
         raise typer.BadParameter("uda needs --target or --targets, and only uda takes one.", param_hint="--target")
     if seeds is not None and targets is not None:
         raise typer.BadParameter("several seeds or several targets, not both.", param_hint="--seeds")
+    out = out or name_folder("train", context.params)
     changes: dict[str, Any] = {"lr": lr, "batch": batch, "rotations": rotations, "method": method, "bf16": bf16}
     with process_group(pick_device(device)) as place, contextlib.ExitStack() as stack:
         first = is_first()
