@@ -40,6 +40,20 @@ def some_labels(count: int, classes: int = 10) -> Tensor:
 
 def make_net(kind: str) -> tt.YNet:
     """Networks of every kind that a gradient must get through, in float64 so that results can be compared closely."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = build_net(kind)
+    for layer in net.modules():  # statistics and scales that differ from their start
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.running_mean = torch.linspace(-0.5, 0.5, layer.num_features)
+            layer.running_var = torch.linspace(0.5, 1.5, layer.num_features)
+        if isinstance(layer, nn.GroupNorm | nn.BatchNorm2d):
+            layer.weight.data = torch.linspace(0.5, 1.5, len(layer.weight))
+            layer.bias.data = torch.linspace(-0.2, 0.3, len(layer.bias))
+    return net.double().eval()
+
+
+def build_net(kind: str) -> tt.YNet:
     if kind in ("group", "batch"):
         net = tt.resnet26(depth=8, norm=kind, size=16)  # type: ignore[arg-type]
     elif kind == "resnet18":
@@ -53,14 +67,7 @@ def make_net(kind: str) -> tt.YNet:
             "inplace": (in_place(), "3"),
         }[kind]
         net = tt.split(model, at=at)
-    for layer in net.modules():  # statistics and scales that differ from their start
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.running_mean = torch.linspace(-0.5, 0.5, layer.num_features)
-            layer.running_var = torch.linspace(0.5, 1.5, layer.num_features)
-        if isinstance(layer, nn.GroupNorm | nn.BatchNorm2d):
-            layer.weight.data = torch.linspace(0.5, 1.5, len(layer.weight))
-            layer.bias.data = torch.linspace(-0.2, 0.3, len(layer.bias))
-    return net.double().eval()
+    return net
 
 
 def in_place() -> nn.Module:

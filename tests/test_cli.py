@@ -118,7 +118,6 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     [
         ["nonsense"],
         ["--nonsense"],
-        ["train"],
         ["train", "--out", "x", "--method", "magic"],
         ["train", "--out", "x", "--epochs", "0"],
         ["train", "--out", "x", "--epochs", "many"],
