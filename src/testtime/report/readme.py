@@ -30,7 +30,7 @@ _SHOWN = 64  # at once, of the rows of a benchmark that went further
 _NETWORKS = {"resnet26": "ResNet-26, 32×32, 32 copies", "resnet18": "ResNet-18, 224×224, 64 copies"}
 _OTHERS = {
     "plain": "is a network trained on the classes alone",
-    "uda": "is one that saw the unlabelled test set in training",
+    "uda": "is one that saw the unlabelled test set in a short training from the joint network",
     "alp": "is one trained with adversarial logit pairing",
     "best": "is `online` with this package's preset of that name",
 }
