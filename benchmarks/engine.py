@@ -32,7 +32,7 @@ import torch
 from PIL import Image, ImageOps
 from torch.nn import functional as F
 
-from testtime.adapt import Adapter, Episodic, Online
+from testtime.adapters import Adapter, Episodic, Online
 from testtime.machine import describe_machine
 from testtime.networks import YNet, resnet18, resnet26
 from testtime.streams import Streams

@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from testtime import data
-from testtime.adapt import Episodic
+from testtime.adapters import Episodic
 from testtime.data.folder import PictureSet
 from testtime.machine import describe_machine
 from testtime.networks import YNet, resnet18, resnet26

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import testtime.adapt
+import testtime.adapters
 from models import Flattening, VisionTransformer, sequential
 from testtime import (
     Adapter,
@@ -39,7 +39,7 @@ from testtime import (
     resnet26,
     split,
 )
-from testtime.adapt import Settings
+from testtime.adapters import Settings
 from testtime.learner import PRESETS
 from testtime.randomness import Draws
 from testtime.streams import Streams
@@ -1027,7 +1027,7 @@ def test_a_failing_save_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest
         Path(path).write_bytes(before[:100])
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(testtime.adapt, "save_file", write_half)
+    monkeypatch.setattr(testtime.adapters, "save_file", write_half)
     with pytest.raises(OSError, match="No space left"):
         adapter.save(tmp_path / "state")
     assert (tmp_path / "state").read_bytes() == before

@@ -251,7 +251,7 @@ def test_progress_in_a_terminal_is_a_live_bar(monkeypatch: pytest.MonkeyPatch) -
 def test_predict_prints_what_the_adapter_says(
     capsys: pytest.CaptureFixture[str], network: Path, pictures: Path, mode: str
 ) -> None:
-    from testtime.adapt import Episodic, Online
+    from testtime.adapters import Episodic, Online
     from testtime.networks import load
 
     options = [
@@ -291,7 +291,7 @@ def test_predict_prints_what_the_adapter_says(
 def test_predict_with_a_preset_learns_online(
     capsys: pytest.CaptureFixture[str], network: Path, pictures: Path, preset: Any
 ) -> None:
-    from testtime.adapt import Online
+    from testtime.adapters import Online
     from testtime.networks import load
 
     code, out, _ = run(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from testtime import Draws, cli, data, demo
-from testtime.adapt import Episodic, Fixed, Online
+from testtime.adapters import Episodic, Fixed, Online
 from testtime.evaluate import error, evaluate
 from testtime.networks import load
 from testtime.report.results import MEAN, Results, collect

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from testtime import cli, data, resnet26
-from testtime.adapt import Fixed, Online, gate
+from testtime.adapt import gate
+from testtime.adapters import Fixed, Online
 from testtime.corruptions import CORRUPTIONS
 from testtime.data import DataError
 from testtime.evaluate import Record, evaluate, stream_order

@@ -17,7 +17,7 @@ The names below are the public ones.
 from importlib.metadata import PackageNotFoundError, version
 
 from testtime import augment, corruptions, data, networks, tasks
-from testtime.adapt import Adapter, Episodic, Fixed, Online, Prediction, Settings
+from testtime.adapters import Adapter, Episodic, Fixed, Online, Prediction, Settings
 from testtime.analysis import Correlation, gradient_correlation
 from testtime.augment import CropFlip, ResizedCropFlip
 from testtime.diagnose import Diagnosis, diagnose, find_reference

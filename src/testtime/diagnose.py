@@ -29,7 +29,8 @@ from torch import Tensor
 
 from testtime import data as datasets
 from testtime import tasks
-from testtime.adapt import Online, gate
+from testtime.adapt import gate
+from testtime.adapters import Online
 from testtime.analysis.correlation import (
     BALANCE,
     STAND_IN,

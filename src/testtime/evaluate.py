@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from testtime.adapt import Adapter
+from testtime.adapters import Adapter
 from testtime.data.sets import TestSet
 from testtime.prediction import Prediction
 from testtime.randomness import Draws

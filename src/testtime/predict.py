@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from testtime.adapt import Adapter, Episodic, Online
+from testtime.adapters import Adapter, Episodic, Online
 from testtime.data.pictures import SUFFIXES, fit_picture
 from testtime.data.sets import DataError
 from testtime.networks import ynet

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from testtime.adapt import Adapter, run
+from testtime.adapt import run
+from testtime.adapters import Adapter
 from testtime.learner import Learner, Preset, Settings, find_preset, has_rows, is_rowwise, load_learner, save_learner
 from testtime.networks.ynet import YNet
 from testtime.prediction import Prediction

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from testtime import augment as augmentations
-from testtime.adapt import Adapter, Episodic, Fixed, Online
+from testtime.adapters import Adapter, Episodic, Fixed, Online
 from testtime.capture import Precision
 from testtime.learner import PRESETS, Settings, find_preset
 from testtime.networks.ynet import YNet

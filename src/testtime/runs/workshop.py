@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from testtime import data as datasets
-from testtime.adapt import Adapter, Prediction
+from testtime.adapters import Adapter, Prediction
 from testtime.data import registry
 from testtime.data.sets import TestSet
 from testtime.evaluate import Columns, count_wrong, score, stream_order, walk

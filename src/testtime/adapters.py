@@ -1,0 +1,328 @@
+"""Adapters: classifiers that learn from each unlabelled image before they predict it.
+
+They wrap the method (adapt.py), alike in use and told apart by what they remember:
+
+    Fixed     nothing is learned: the network as it is
+    Episodic  every image is its own episode and is forgotten afterwards (the paper's standard version)
+    Online    images are a stream: one update each, in the order given, and the state lives on
+
+`Streams` (streams.py) are many online ones, stepped together.
+
+An image is predicted after the update it caused. No adapter ever sees a label or changes the network it was given.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from testtime import augment as augmentations
+from testtime import tasks
+from testtime.adapt import gate, look, run, run_each
+from testtime.calibrate import fastest
+from testtime.capture import Precision, arithmetic, check_precision
+from testtime.learner import Learner, Preset, Settings, find_preset, is_rowwise, load_learner, save_learner
+from testtime.networks.replicas import Replicas
+from testtime.networks.ynet import YNet
+from testtime.prediction import Prediction
+from testtime.randomness import Draws
+from testtime.storage import pack_text, unpack_text, whole_file
+from testtime.tasks import Task
+
+log = logging.getLogger(__name__)
+
+
+class Adapter(nn.Module):
+    """What the adapters share: a network, settings, a running sample number, and checks of what comes in.
+
+    An adapter is called like any classifier: `adapter(images)` gives logits, and `predict` tells more. As a module it
+    holds no parameters, so `train()`, `eval()` and the like do nothing. It works on a copy of the network: the one it
+    was given stays as it is, bit for bit.
+    """
+
+    def __init__(self, net: YNet, settings: Settings) -> None:
+        super().__init__()
+        if not isinstance(net, YNet):
+            raise TypeError(f"`net` must be a YNet, got {type(net).__name__}; testtime.split(model, at=…) makes one.")
+        task = settings.task or tasks.make(net.card.task)
+        augment = settings.augment or augmentations.make(net.card.augment)
+        self.settings = replace(settings, task=task, augment=augment)
+        with torch.inference_mode(False):
+            # In a list, which hides it from nn.Module: it is not the adapter's to train or to move.
+            self._networks = [copy.deepcopy(net).eval().requires_grad_(False)]
+        self._base: Replicas | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: the sample number, the counts, and whatever was learned."""
+        self.seen = 0
+        with torch.inference_mode(False):
+            # On the network's device, so that counting does not make the host wait for it.
+            self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)
+
+    @property
+    def adapted(self) -> int:
+        """How many images changed the network that predicted them."""
+        return int(self._counts[0])
+
+    @property
+    def rolled_back(self) -> int:
+        """How many images' updates were undone by the guard."""
+        return int(self._counts[1])
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Class logits `(N, K)` of images `(N, C, H, W)`, after adaptation."""
+        return self.predict(images).logits
+
+    def predict(self, images: Tensor, samples: Tensor | None = None) -> Prediction:
+        """Adapt to images and predict them.
+
+        Args:
+            images: `(N, C, H, W)`, uint8 or floats in [0, 1].
+            samples: The images' numbers, integers `(N,)`, which choose their augmentations; counted by default.
+
+        Raises:
+            ValueError: The images or their numbers do not fit; nothing was learned.
+        """
+        samples = self._check(images, samples)
+        with torch.inference_mode(False), torch.no_grad(), arithmetic(self.settings.precision, self._device):
+            # Copies: tensors made in inference mode cannot take part in learning.
+            answers = self._predict(images.detach().to(self._device, copy=True), samples.to(self._device, copy=True))
+            self._counts += torch.stack([answers.adapted.sum(), answers.rolled_back.sum()])
+        self.seen += len(images)
+        return answers
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Everything the adapter has learned and counted, as tensors by name."""
+        return {
+            "adapter": pack_text(type(self).__name__),
+            "settings": pack_text(json.dumps(self.settings.describe(), sort_keys=True)),
+            "network": pack_text(self._networks[0].fingerprint()),
+            "counts": torch.tensor([self.seen, self.adapted, self.rolled_back]),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Continue from a state that `state_dict` gave, bit for bit.
+
+        Raises:
+            ValueError: The state belongs to another network, adapter or settings; nothing was changed.
+        """
+        own = self.state_dict()
+        for key in ("counts", "adapter", "network", "settings"):
+            if key not in state_dict:
+                raise ValueError(f"This is not an adapter's state: {key!r} is missing.")
+            if key == "counts":
+                continue
+            there, here = unpack_text(state_dict[key]), unpack_text(own[key])
+            if there != here:
+                raise ValueError(f"The state was saved with another {key}: {there}, here {here}.")
+        if state_dict["counts"].shape != (3,):
+            raise ValueError("This is not an adapter's state: its counts are not three numbers.")
+        self._load(state_dict)
+        self.seen = int(state_dict["counts"][0])
+        with torch.inference_mode(False):
+            self._counts = state_dict["counts"][1:].to(self._device, copy=True)
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to a safetensors file, whole or not at all."""
+        with whole_file(path) as temporary:
+            save_file({name: tensor.cpu().contiguous() for name, tensor in self.state_dict().items()}, temporary)
+
+    def load(self, path: str | Path) -> None:
+        """Continue from a file that `save` wrote.
+
+        Raises:
+            ValueError: The file cannot be read or belongs elsewhere; nothing was changed.
+        """
+        try:
+            state = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: not an adapter's state ({error}).") from None
+        self.load_state_dict(state)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._networks[0].parameters()).device
+
+    def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
+        raise TypeError("Adapter is a base class; use Fixed, Episodic or Online.")
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        pass
+
+    def _unadapted(self, images: Tensor) -> Prediction:
+        """The answers of the network as it was given."""
+        if len(images) == 0:
+            return self._unadapted(images.new_zeros(1, *images.shape[1:]))[:0]
+        if self._base is None:
+            example = Draws.of(0, torch.arange(2, device=images.device)).uniform(*images.shape[1:])
+            dtype = check_precision(self.settings.precision)
+            self._base = Replicas(self._networks[0], 1, (), example, dtype)
+        most = 2048 if images.is_cuda else 256  # at a time, and fewer of large images: their features fill the memory
+        most = max(1, min(most, most * 1024 // (images.shape[-2] * images.shape[-1])))
+        parts = [look(self._base, chunk[None], self.settings) for chunk in images.split(most)]
+        logits, loss, confidence = (torch.cat(tensors, dim=1)[0] for tensors in zip(*parts, strict=True))
+        no = torch.zeros_like(loss, dtype=torch.bool)
+        return Prediction(logits, logits.clone(), loss, loss.clone(), confidence, no, no.clone())
+
+    def _check(self, images: Tensor, samples: Tensor | None) -> Tensor:
+        if not isinstance(images, Tensor):
+            raise TypeError(f"`images` must be a tensor, got {type(images).__name__}.")
+        if images.dim() != 4 or 0 in images.shape[1:]:
+            hint = "; for one image add an axis: images[None]" if images.dim() == 3 else ""
+            raise ValueError(f"`images` must be (N, C, H, W), got {tuple(images.shape)}{hint}.")
+        card, channels = self._networks[0].card, self._networks[0].channels
+        if channels is not None and images.shape[1] != channels:
+            raise ValueError(f"`images` must have {channels} channels, got {images.shape[1]}.")
+        if images.dtype != torch.uint8 and not images.is_floating_point():
+            raise ValueError(f"`images` must be uint8, or floats in [0, 1], got {images.dtype}.")
+        normalises = any(card.mean) or any(value != 1 for value in card.std)
+        if images.is_floating_point() and normalises and images.numel():
+            low, high = (float(value) for value in images.detach().nan_to_num().aminmax())
+            if low < 0 or high > 1:
+                raise ValueError(
+                    f"Float `images` must lie in [0, 1], got {low:.3g} to {high:.3g}: "
+                    "give plain pixels, the network normalises them itself."
+                )
+        if samples is None:
+            return torch.arange(self.seen, self.seen + len(images), device=self._device)
+        if not isinstance(samples, Tensor):
+            raise TypeError(f"`samples` must be a tensor of integers, got {type(samples).__name__}.")
+        if samples.dtype not in (torch.int64, torch.int32) or samples.shape != images.shape[:1]:
+            raise ValueError(f"`samples` must be {len(images)} integers, got {samples.dtype} {tuple(samples.shape)}.")
+        return samples
+
+
+class Fixed(Adapter):
+    """The network as it is, with an adapter's answers: the baseline ("joint training" in the paper).
+
+    Args:
+        net: The network.
+        task: The self-supervised task to measure; the network's own by default.
+        precision: "fp32", "tf32" or "bf16".
+        mirrored: Answer with the mean of the logits of the image and of its mirror image.
+    """
+
+    def __init__(
+        self, net: YNet, *, task: Task | None = None, precision: Precision = "fp32", mirrored: bool = False
+    ) -> None:
+        super().__init__(net, Settings(steps=0, task=task, precision=precision, mirrored=mirrored))
+
+    def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
+        return self._unadapted(images)
+
+
+class Episodic(Adapter):
+    """Every image is its own episode: learn from it, predict it, forget it (the paper's standard version).
+
+    An image's answer depends on the network, the settings, the image and its sample number, and on nothing else: not on
+    the other images of the batch, their order, or, but for rounding, how many episodes run side by side.
+
+    Args:
+        net: The network; it is copied.
+        steps: Gradient steps on each image.
+        parallel: How many episodes run side by side; "auto" tries out a few counts once there are images enough.
+        **settings: Further fields of `Settings`.
+    """
+
+    def __init__(
+        self, net: YNet, *, steps: int = 10, parallel: int | Literal["auto"] = "auto", **settings: Any
+    ) -> None:
+        if parallel != "auto" and (isinstance(parallel, str) or parallel < 1):
+            raise ValueError(f'`parallel` must be "auto" or at least 1, got {parallel!r}.')
+        self.parallel: int | Literal["auto"] = parallel
+        self._learners: dict[int, Learner] = {}
+        super().__init__(net, Settings(steps=steps, **settings))
+        if parallel != 1 and not is_rowwise(self.settings):
+            log.info("this optimizer's step mixes parameters, so episodes run one after another")
+            self.parallel = 1
+
+    def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
+        answers = self._unadapted(images)
+        wanted = gate(answers.confidence, self.settings.threshold).nonzero().flatten()
+        if self.settings.steps == 0 or len(wanted) == 0:
+            return answers
+        if self.settings.share == "batch":
+            chunks = [wanted[None]]  # one episode that all of them share
+        else:
+            chunks = [chunk[:, None] for chunk in wanted.split(self._side_by_side(images[wanted]))]  # (S, 1)
+        for chunk in chunks:
+            learner = self._learner(len(chunk), tuple(images.shape[1:]))
+            learner.reset()
+            learned = run(learner, images[chunk], samples[chunk], learner.everyone)
+            for f in fields(Prediction):
+                getattr(answers, f.name)[chunk] = getattr(learned, f.name)
+        return answers
+
+    def _learner(self, count: int, shape: tuple[int, ...]) -> Learner:
+        if count not in self._learners:
+            while len(self._learners) > 1:  # the full size and one remainder are enough to keep
+                self._learners.pop(min(self._learners))
+            self._learners[count] = Learner(self._networks[0], count, self.settings, shape)
+        return self._learners[count]
+
+    def _side_by_side(self, images: Tensor) -> int:
+        """How many episodes to run at once for these images."""
+        counts = (16, 64, 256) if images.is_cuda else (1, 8)
+        if self.parallel != "auto":
+            return self.parallel
+        if len(images) < 2 * counts[-1]:  # too few to be worth a trial
+            return min(len(images), 64) if images.is_cuda else 1
+
+        def trial(count: int) -> float:
+            learner = Learner(self._networks[0], count, replace(self.settings, steps=1), tuple(images.shape[1:]))
+            arguments = images[:count, None], torch.arange(count, device=images.device)[:, None]
+            run(learner, *arguments, learner.everyone)  # warms up
+            begin = time.perf_counter()
+            run(learner, *arguments, learner.everyone).logits.cpu()
+            return time.perf_counter() - begin
+
+        described = json.dumps(self.settings.describe(), sort_keys=True)
+        return fastest((self._networks[0].fingerprint(), images.shape[1:], images.device, described), counts, trial)
+
+
+class Online(Adapter):
+    """Images are a stream: one update each in the order given, each predicted after its update; the state lives on.
+
+    A stream saved half-way and loaded elsewhere continues bit for bit. With Batch Normalization the statistics of
+    single images add up and ruin the stream, as the paper found: use Group Normalization.
+
+    Args:
+        net: The network; it is copied.
+        preset: "paper", one gradient step on each image and the defaults of `Settings`, or "best", this package's own
+            choice; `learner.PRESETS` has both.
+        **settings: Fields of `Settings`; they go before the preset's.
+    """
+
+    def __init__(self, net: YNet, *, preset: Preset = "paper", **settings: Any) -> None:
+        super().__init__(net, Settings(**{**find_preset(preset), **settings}))
+
+    def reset(self) -> None:
+        super().reset()
+        self._learner: Learner | None = None
+
+    def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
+        if self.settings.steps == 0 or len(images) == 0:
+            return self._unadapted(images)
+        if self._learner is None:
+            self._learner = Learner(self._networks[0], 1, self.settings, tuple(images.shape[1:]))
+        if self.settings.share == "image":
+            return run_each(self._learner, images, samples)
+        return run(self._learner, images[None], samples[None], self._learner.everyone)[0]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return super().state_dict() | save_learner(self._learner)
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        self._learner = load_learner(self._networks[0], 1, self.settings, state)
