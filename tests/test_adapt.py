@@ -94,6 +94,7 @@ ADAPTERS: dict[str, Callable[..., Adapter]] = {
     "online, encoder, momentum": make(Online, update="encoder", optimizer=MOMENTUM),
     "online, batch norm, shared": make(Online, share="batch"),
     "streams": make(Streams, COUNT),
+    "streams that take turns": make(Streams, COUNT, together=2),
 }
 LEARNING = [name for name in ADAPTERS if name != "fixed"]
 REMEMBERING = [name for name in ADAPTERS if name.startswith(("online", "streams"))]
@@ -188,7 +189,7 @@ def test_predictions_have_all_their_fields_and_no_graph(name: str) -> None:
 @pytest.mark.parametrize("name", list(ADAPTERS))
 def test_before_learning_an_adapter_says_what_the_network_says(name: str) -> None:
     net = network_for(name)
-    where = {"streams": samples(0, 1)} if name == "streams" else {}
+    where = {"streams": samples(0, 1)} if "streams" in name else {}
     answers = adapter_for(name, net).predict(pictures(1), **where)
     image = pictures(1)
     with torch.no_grad():
@@ -419,7 +420,9 @@ def test_a_picture_of_nans_is_guarded_and_leaves_no_trace(name: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("name", ["episodic", "episodic, batch norm, side by side", "online", "streams"])
+@pytest.mark.parametrize(
+    "name", ["episodic", "episodic, batch norm, side by side", "online", "streams", "streams that take turns"]
+)
 def test_one_bad_picture_spoils_no_other(name: str, bad: float) -> None:
     """A network that does not normalise takes any float, infinite ones too."""
     torch.manual_seed(0)
@@ -430,7 +433,7 @@ def test_one_bad_picture_spoils_no_other(name: str, bad: float) -> None:
     answers = adapter.predict(images, samples())
     assert answers.rolled_back.tolist() == [False, True, False]
     good = torch.tensor([0, 2])
-    where = {"streams": good} if name == "streams" else {}
+    where = {"streams": good} if "streams" in name else {}
     expected = untouched.predict(pictures()[good], good, **where)
     assert close(answers[good], expected)
 
@@ -735,6 +738,43 @@ def test_an_episode_is_bit_for_bit_the_same_whatever_came_before() -> None:
         expected = adapter.predict(pictures(), samples())
         adapter.predict(pictures(5, seed=4))
         assert same(adapter.predict(pictures(), samples()), expected)
+
+
+@pytest.mark.parametrize("parallel", [5, "auto"])
+def test_episodes_that_do_not_fit_into_the_memory_are_run_in_smaller_numbers(
+    parallel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, images, tried = network(), pictures(5), []
+    expected = Episodic(net, steps=2, copies=4, lr=0.01, parallel=2).predict(images)
+    run = testtime.adapters.run
+
+    def run_or_fail(learner: Any, *given: Any) -> Prediction:
+        tried.append(len(learner.everyone))
+        if len(learner.everyone) > 2:
+            raise torch.OutOfMemoryError
+        return run(learner, *given)
+
+    monkeypatch.setattr(testtime.adapters, "run", run_or_fail)
+    monkeypatch.setattr(Episodic, "_side_by_side", lambda self, _: 5 if self.parallel == "auto" else self.parallel)
+    adapter = Episodic(net, steps=2, copies=4, lr=0.01, parallel=parallel)
+    assert same(adapter.predict(images), expected)
+    assert (tried, adapter.parallel, adapter.adapted) == ([5, 3, 2, 2, 1], 2, 5)
+    tried.clear()
+    assert same(adapter.predict(images, samples(count=5)), expected)  # what did not fit is not tried again
+    assert tried == [2, 2, 1]
+
+
+def test_looks_at_images_that_do_not_fit_into_the_memory_take_fewer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, images = network(), pictures(6)
+    expected, look = Fixed(net).predict(images), testtime.adapters.look
+
+    def look_or_fail(replicas: Any, images: Tensor, *given: Any) -> Any:
+        if images.shape[1] > 3:
+            raise torch.OutOfMemoryError
+        return look(replicas, images, *given)
+
+    monkeypatch.setattr(testtime.adapters, "look", look_or_fail)
+    assert close(Fixed(net).predict(images), expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

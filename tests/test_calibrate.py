@@ -1,6 +1,8 @@
-"""The choice of how many episodes run side by side."""
+"""The choice of how many episodes or streams run side by side."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -42,3 +44,26 @@ def test_counts_that_do_not_fit_into_memory_are_passed_over(fits: int, expected:
         return 1.0
 
     assert calibrate.fastest("key", (16, 64, 256), trial) == expected
+
+
+@pytest.mark.parametrize(("fits", "tried"), [(16, [16]), (5, [16, 8, 4]), (1, [16, 8, 4, 2, 1])])
+def test_what_does_not_fit_is_halved(fits: int, tried: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    counts: list[int] = []
+
+    def work(count: int) -> str:
+        counts.append(count)
+        if count > fits:
+            raise torch.OutOfMemoryError
+        return "done"
+
+    assert calibrate.fit(16, work) == "done"
+    assert counts == tried
+    assert [record.args for record in caplog.records] == list(itertools.pairwise(tried))
+
+
+def test_one_that_does_not_fit_is_an_error() -> None:
+    def work(count: int) -> None:
+        raise torch.OutOfMemoryError(f"not even {count}")
+
+    with pytest.raises(torch.OutOfMemoryError, match="not even 1"):
+        calibrate.fit(3, work)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from testtime import augment as augmentations
 from testtime import tasks
 from testtime.adapt import gate, look, run, run_each
-from testtime.calibrate import fastest
+from testtime.calibrate import fastest, fit
 from testtime.capture import Precision, arithmetic, check_precision
 from testtime.learner import Learner, Preset, Settings, find_preset, is_rowwise, load_learner, save_learner
 from testtime.networks.replicas import Replicas
@@ -171,7 +171,8 @@ class Adapter(nn.Module):
             self._base = Replicas(self._networks[0], 1, (), example, dtype)
         most = 2048 if images.is_cuda else 256  # at a time, and fewer of large images: their features fill the memory
         most = max(1, min(most, most * 1024 // (images.shape[-2] * images.shape[-1])))
-        parts = [look(self._base, chunk[None], self.settings) for chunk in images.split(most)]
+        base = self._base
+        parts = fit(most, lambda count: [look(base, chunk[None], self.settings) for chunk in images.split(count)])
         logits, loss, confidence = (torch.cat(tensors, dim=1)[0] for tensors in zip(*parts, strict=True))
         no = torch.zeros_like(loss, dtype=torch.bool)
         return Prediction(logits, logits.clone(), loss, loss.clone(), confidence, no, no.clone())
@@ -232,7 +233,8 @@ class Episodic(Adapter):
     Args:
         net: The network; it is copied.
         steps: Gradient steps on each image.
-        parallel: How many episodes run side by side; "auto" tries out a few counts once there are images enough.
+        parallel: How many episodes run side by side; "auto" tries out a few counts once there are images enough. Where
+            the memory of a GPU is too small for them, it becomes what fits.
         **settings: Further fields of `Settings`.
     """
 
@@ -253,16 +255,26 @@ class Episodic(Adapter):
         wanted = gate(answers.confidence, self.settings.threshold).nonzero().flatten()
         if self.settings.steps == 0 or len(wanted) == 0:
             return answers
-        if self.settings.share == "batch":
-            chunks = [wanted[None]]  # one episode that all of them share
-        else:
-            chunks = [chunk[:, None] for chunk in wanted.split(self._side_by_side(images[wanted]))]  # (S, 1)
-        for chunk in chunks:
+
+        def learn_from(chunk: Tensor) -> None:
             learner = self._learner(len(chunk), tuple(images.shape[1:]))
             learner.reset()
             learned = run(learner, images[chunk], samples[chunk], learner.everyone)
             for f in fields(Prediction):
                 getattr(answers, f.name)[chunk] = getattr(learned, f.name)
+
+        def attempt(count: int) -> None:
+            if count < most:  # more at once were too many, for the images to come as well
+                self.parallel = count
+                self._learners.clear()
+            for chunk in wanted.split(count):
+                learn_from(chunk[:, None])  # (S, 1)
+
+        if self.settings.share == "batch":
+            learn_from(wanted[None])  # one episode that all of them share
+        else:
+            most = self._side_by_side(images[wanted])
+            fit(most, attempt)
         return answers
 
     def _learner(self, count: int, shape: tuple[int, ...]) -> Learner:
@@ -325,4 +337,4 @@ class Online(Adapter):
         return super().state_dict() | save_learner(self._learner)
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        self._learner = load_learner(self._networks[0], 1, self.settings, state)
+        self._learner = load_learner(state, lambda shape: Learner(self._networks[0], 1, self.settings, shape))

@@ -1,13 +1,16 @@
-"""Find by measurement how many episodes to run side by side."""
+"""How many episodes or streams run side by side: found by measurement, and bounded by the memory."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 import torch
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _CHOICES: dict[Hashable, int] = {}
 
@@ -42,3 +45,25 @@ def fastest(key: Hashable, counts: Sequence[int], trial: Callable[[int], float])
     log.info("episodes a second by how many run side by side: %s; taking %d", rates, best)
     _CHOICES[key] = best
     return best
+
+
+def fit(count: int, work: Callable[[int], Result]) -> Result:
+    """What `work(count)` gives; where the memory is too small for it, what it gives with half as many, and so on.
+
+    Args:
+        count: How many to try first.
+        work: Does the work with at most so many side by side. What a failed try has changed, it undoes itself.
+
+    Raises:
+        torch.OutOfMemoryError: A single one is too much.
+    """
+    while True:
+        try:
+            return work(count)
+        except torch.OutOfMemoryError:
+            if count == 1:
+                raise
+        # Out here the error is gone, and with it what its traceback held.
+        log.warning("%d side by side do not fit into the memory; going on with %d", count, (count + 1) // 2)
+        count = (count + 1) // 2
+        torch.cuda.empty_cache()

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +131,8 @@ class Learner:
         for parameter in self.moving.values():
             parameter.requires_grad_(True)
         # An optimizer that takes every number by itself gets them all as one tensor: one launch moves everything.
-        self.flat = is_rowwise(settings) and len(self.moving) == len(self.replicas.parameters(parts))
+        self.rowwise = is_rowwise(settings)
+        self.flat = self.rowwise and len(self.moving) == len(self.replicas.parameters(parts))
         self.optimizer = self._fresh()
         self.beside = Beside(device)  # for what reads the replicas, see descend
         self.graphs: dict[Any, Any] = {}  # recorded episodes by the shape of their images, see adapt.run
@@ -171,33 +172,36 @@ class Learner:
         with torch.enable_grad():
             self.optimizer.step(evaluate)  # type: ignore[arg-type]  # torch types the closure as giving a float
 
-    def reset(self) -> None:
-        """Back to the network as it was given, with a fresh optimizer."""
-        self.replicas.reset()
-        if self.optimizer.state:
-            self.graphs.clear()  # they would go on with the memory of the optimizer that is dropped here
-            self.eager = True
+    @torch.no_grad()
+    def reset(self, rows: Tensor | None = None) -> None:
+        """Put all replicas, or those where `rows`, bool `(S,)`, is true, back to the network as it was given.
+
+        Their optimizer forgets as well. Only an optimizer that keeps rows apart can forget some of them.
+        """
+        self.replicas.reset(rows)
+        if not self.rowwise:
             self.optimizer = self._fresh()
+        for tensor in self._memory().values():
+            tensor.zero_() if rows is None else tensor.masked_fill_(_mask(rows, tensor), 0)
 
     def snapshot(self) -> tuple[list[Tensor], Any]:
         """A copy of everything that learning changes, for `restore`."""
         memory: Any = {key: value.clone() for key, value in self._memory().items()}
-        return self.replicas.snapshot(), memory if self.flat else copy.deepcopy(self.optimizer.state_dict())
+        return self.replicas.snapshot(), memory if self.rowwise else copy.deepcopy(self.optimizer.state_dict())
 
     @torch.no_grad()
     def restore(self, snapshot: tuple[list[Tensor], Any], rows: Tensor) -> None:
         """Put the replicas where `rows`, bool `(S,)`, is true back to a snapshot, their optimizer's memory as well."""
         numbers, memory = snapshot
         self.replicas.restore(numbers, rows)
-        if not self.flat:
+        if not self.rowwise:
             if rows.all():
                 self.optimizer.load_state_dict(memory)
             return
         for name, tensor in self._memory().items():
             # What the optimizer had not yet made when the snapshot was taken starts from zero, see is_rowwise.
             old = memory.get(name, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
-            mask = rows[:, None] if tensor.dim() else rows.all().to(tensor.device)
-            tensor.copy_(torch.where(mask, old, tensor))
+            tensor.copy_(torch.where(_mask(rows, tensor), old, tensor))
 
     def state(self) -> dict[str, Tensor]:
         """A copy of everything that learning changes, by name, in the network's own shapes.
@@ -253,16 +257,22 @@ class Learner:
         self.optimizer = optimizer
         self.graphs.clear()
 
-    def _memory(self) -> dict[str, Tensor]:
-        """What the optimizer remembers of the one tensor it moves."""
-        kept = self.optimizer.state.get(self.replicas.numbers, {})
-        return {key: value for key, value in kept.items() if isinstance(value, Tensor)}
+    def _memory(self) -> dict[tuple[str, str], Tensor]:
+        """What the optimizer remembers of each tensor that it moves."""
+        kept = {name: self.optimizer.state.get(tensor, {}) for name, tensor in self._targets().items()}
+        items = ((name, key, value) for name, memory in kept.items() for key, value in memory.items())
+        return {(name, key): value for name, key, value in items if isinstance(value, Tensor)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Learner:
         # The parameters are views into one tensor; copying them one by one would cut them loose.
         twin = Learner(self.net, self.replicas.count, self.settings, self.shape)
         twin.load(self.state())
         return twin
+
+
+def _mask(rows: Tensor, tensor: Tensor) -> Tensor:
+    """Which numbers of a stacked tensor are in the given rows; a single number, which all rows share, if all are."""
+    return rows.view(-1, *[1] * (tensor.dim() - 1)) if tensor.dim() else rows.all().to(tensor.device)
 
 
 def _tracks_statistics(module: nn.Module) -> bool:
@@ -311,8 +321,25 @@ def _step(optimizer: torch.optim.Optimizer, parameter: Tensor, gradient: Tensor)
     optimizer.step()
 
 
-def load_learner(net: YNet, count: int, settings: Settings, state: Mapping[str, Tensor]) -> Learner | None:
+class Keeper(Protocol):
+    """What an adapter keeps between images: a learner, or several."""
+
+    shape: tuple[int, ...]
+
+    def state(self) -> dict[str, Tensor]: ...
+
+    def load(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+Kept = TypeVar("Kept", bound=Keeper)
+
+
+def load_learner(state: Mapping[str, Tensor], make: Callable[[tuple[int, ...]], Kept]) -> Kept | None:
     """The learner in an adapter's saved state (its names begin with `learner/`), or None if it had not begun.
+
+    Args:
+        state: The adapter's state.
+        make: Makes a learner for images of a shape (C, H, W).
 
     Raises:
         ValueError: The state does not fit.
@@ -324,12 +351,12 @@ def load_learner(net: YNet, count: int, settings: Settings, state: Mapping[str, 
     if shape is None or shape.shape != (3,):
         raise ValueError("The state does not fit: the shape of its images is missing.")
     with torch.inference_mode(False):
-        learner = Learner(net, count, settings, tuple(int(side) for side in shape))
+        learner = make(tuple(int(side) for side in shape))
         learner.load(learned)
     return learner
 
 
-def save_learner(learner: Learner | None) -> dict[str, Tensor]:
+def save_learner(learner: Keeper | None) -> dict[str, Tensor]:
     """A learner for an adapter's state, as `load_learner` reads it."""
     if learner is None:
         return {}

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import fields
 
+import torch
 from torch import Tensor
 
 from testtime.capture import Captured, Series
@@ -60,7 +61,10 @@ def _record(learner: Learner, key: tuple[object, ...], record: Callable[[], Capt
     good = learner.snapshot()
     try:
         learner.graphs[key] = record()
+    except torch.OutOfMemoryError:  # without a graph it would take as much
+        raise
     except RuntimeError as error:
         learner.eager = True
         warnings.warn(f"CUDA graph capture failed, going on without it: {error}", stacklevel=2)
-    learner.restore(good, learner.everyone)
+    finally:
+        learner.restore(good, learner.everyone)

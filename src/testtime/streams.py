@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from testtime.adapt import run
 from testtime.adapters import Adapter
-from testtime.learner import Learner, Preset, Settings, find_preset, has_rows, is_rowwise, load_learner, save_learner
+from testtime.calibrate import fit
+from testtime.groups import Groups
+from testtime.learner import Preset, Settings, find_preset, has_rows, is_rowwise, load_learner, save_learner
 from testtime.networks.ynet import YNet
 from testtime.prediction import Prediction
+
+_PIXELS = 2**17  # of the views of all streams that a CPU computes side by side
 
 
 class Streams(Adapter):
@@ -20,17 +23,25 @@ class Streams(Adapter):
 
     A call takes at most one image for each stream. A stream that is not in the call stays as it is, bit for bit.
 
+    There may be many more streams than can be computed side by side: a stream that waits takes the memory of what it
+    has learned, not that of its views on their way through the network.
+
     Args:
         net: The network all streams start from; it is copied.
         count: Number of streams, S.
+        together: At most so many are computed side by side. By default, on CUDA as many as fit into the memory, on a
+            CPU as many as are fast.
         preset: "paper" or "best", as for `Online`.
         **settings: Fields of `Settings`; they go before the preset's. `share` does not apply.
     """
 
-    def __init__(self, net: YNet, count: int, *, preset: Preset = "paper", **settings: Any) -> None:
-        if count < 1:
-            raise ValueError(f"`count` must be at least 1, got {count}.")
-        self.count = count
+    def __init__(
+        self, net: YNet, count: int, *, together: int | None = None, preset: Preset = "paper", **settings: Any
+    ) -> None:
+        for name, value in (("count", count), ("together", together)):
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        self.count, self._together = count, together
         super().__init__(net, Settings(**{**find_preset(preset), **settings}))
         if self.settings.share != "image":
             raise ValueError("Streams take one image each, so there is no batch to `share`.")
@@ -42,7 +53,7 @@ class Streams(Adapter):
         with torch.inference_mode(False):
             if streams is None:
                 super().reset()
-                self._learner: Learner | None = None
+                self._groups: Groups | None = None
                 # On the network's device, as the counts.
                 self._numbers = torch.zeros(self.count, dtype=torch.int64, device=self._device)
                 return
@@ -50,9 +61,8 @@ class Streams(Adapter):
             chosen = torch.zeros(self.count, dtype=torch.bool, device=self._device)
             chosen[streams.to(self._device)] = True
             self._numbers[chosen] = 0
-            if self._learner is not None:
-                fresh = Learner(self._networks[0], self.count, self.settings, self._learner.shape)
-                self._learner.restore(fresh.snapshot(), chosen)
+            if self._groups is not None:
+                self._groups.reset(chosen)
 
     def predict(self, images: Tensor, samples: Tensor | None = None, *, streams: Tensor | None = None) -> Prediction:
         """Adapt each stream to its next image and predict it.
@@ -87,21 +97,35 @@ class Streams(Adapter):
         if self.settings.steps == 0 or len(images) == 0:
             return self._unadapted(images)
         shape = tuple(images.shape[1:])
-        if self._learner is None:
-            self._learner = Learner(self._networks[0], self.count, self.settings, shape)
-        if self._streams is None:
-            return run(self._learner, images[:, None], samples[:, None], self._learner.everyone)[:, 0]
-        chosen = self._streams
-        all_images = images.new_zeros(self.count, 1, *shape)
-        all_samples, active = samples.new_zeros(self.count, 1), chosen.new_zeros(self.count, dtype=torch.bool)
-        all_images[chosen, 0], all_samples[chosen, 0], active[chosen] = images, samples, True
-        return run(self._learner, all_images, all_samples, active)[chosen, 0]
+
+        def attempt(together: int) -> Prediction:
+            groups = self._groups
+            if groups is None or together < groups.together:
+                groups = self._make(shape, together)
+                if self._groups is not None:
+                    groups.load(self._groups.state())
+            answers = groups.predict(images, samples, self._streams)
+            self._groups = groups  # not before: what was learned must outlive a try that fails
+            return answers
+
+        return fit(self._groups.together if self._groups else self._most(shape), attempt)
+
+    def _most(self, shape: tuple[int, ...]) -> int:
+        """How many streams to compute side by side, if the memory is large enough."""
+        most = self._together
+        if most is None and self._device.type == "cpu":
+            # Steps on more pixels than these are no faster, and what they keep for the way back fills the memory.
+            most = max(1, _PIXELS // (self.settings.copies * shape[-2] * shape[-1]))
+        return min(self.count, most or self.count)
+
+    def _make(self, shape: tuple[int, ...], together: int) -> Groups:
+        return Groups(self._networks[0], self.count, together, self.settings, shape)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return super().state_dict() | {"numbers": self._numbers.to("cpu", copy=True)} | save_learner(self._learner)
+        return super().state_dict() | {"numbers": self._numbers.to("cpu", copy=True)} | save_learner(self._groups)
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
         if "numbers" not in state or state["numbers"].shape != (self.count,):
             raise ValueError(f"The state is not one of {self.count} streams.")
-        self._learner = load_learner(self._networks[0], self.count, self.settings, state)
+        self._groups = load_learner(state, lambda shape: self._make(shape, self._most(shape)))
         self._numbers = state["numbers"].to(self._device, copy=True)
