@@ -10,6 +10,9 @@ reference is the adapter without graphs and without kernels of ours for the CPU.
 of the same network on large batches, counted as steps of as many images as there are copies: what the hardware gives
 when nothing has to be kept apart.
 
+Streams and episodes that do not fit into the memory side by side take turns; the row says how many are computed at
+once. Peak memory is all that torch has taken from the GPU while a row is measured, recorded graphs included.
+
 On a CPU the rows take turns, so that whatever else the machine does falls on all of them.
 """
 
@@ -42,7 +45,7 @@ Row = dict[str, Any]
 
 # How many episodes and streams run at once on CUDA, by the arithmetic; the last is for ResNet-18 at 224×224.
 COUNTS = {"fp32": (4, 16, 64), "tf32": (64, 256), "bf16": (4, 16, 64, 256, 1024)}
-LARGE_COUNTS = {"fp32": (), "tf32": (), "bf16": (4, 16)}
+LARGE_COUNTS = {"fp32": (), "tf32": (), "bf16": (4, 16, 64, 256)}
 
 
 def naive_step(
@@ -94,11 +97,12 @@ def measure(name: str, device: str, work: Any, count: int, steps: int, budget: f
     work()  # warm up: compile, capture, allocate
     synchronise(device)
     if device == "cuda":
+        torch.cuda.empty_cache()  # what trials and earlier rows left; recorded graphs keep theirs
         torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
     while sum(times) < budget or len(times) < 3:
         times.append(take_time(work, device))
-    peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else None
+    peak = torch.cuda.max_memory_reserved() / 2**20 if device == "cuda" else None
     return summarise(name, times, count, steps, peak)
 
 
@@ -117,6 +121,11 @@ def summarise(name: str, times: list[float], count: int, steps: int, peak: float
 
 def adapter_row(name: str, adapter: Adapter, images: torch.Tensor, steps: int, device: str, budget: float) -> Row:
     return measure(name, device, lambda: adapter.predict(images), len(images), steps, budget)
+
+
+def say_turns(row: Row, count: int, at_once: int) -> Row:
+    """The row, with how many are computed at once where that is fewer than all."""
+    return row if at_once >= count else row | {"name": f"{row['name']}, {at_once} at once"}
 
 
 def large_batch(
@@ -235,7 +244,7 @@ def run(
     small = size < 100
     table = Table(label, keep)
     net = net.to(device).eval()
-    pool = torch.randint(0, 256, (1024 if small else 64, 3, size, size), dtype=torch.uint8)
+    pool = torch.randint(0, 256, (1024 if small else 256, 3, size, size), dtype=torch.uint8)
     task: dict[str, Any] = {"copies": copies, "task": Rotation()}
     print(f"\n{label}, {size}×{size}, {copies} copies")
 
@@ -256,11 +265,12 @@ def run(
         for count in options.counts or counts:
             images = pool[:count]
             streams = Streams(net, count, **fast)
-            table.add(adapter_row(f"{count} streams, {precision}", streams, images, 1, device, budget))
+            row = adapter_row(f"{count} streams, {precision}", streams, images, 1, device, budget)
+            table.add(say_turns(row, count, streams.together))
             del streams
             episodes = Episodic(net, parallel=count, **fast)
-            name = f"{count} episodes of 10 steps, {precision}"
-            table.add(adapter_row(name, episodes, images, 10, device, budget))
+            row = adapter_row(f"{count} episodes of 10 steps, {precision}", episodes, images, 10, device, budget)
+            table.add(say_turns(row, count, int(episodes.parallel)))
             del episodes
             torch.cuda.empty_cache()
     if small:

@@ -116,6 +116,7 @@ def adapters() -> dict[str, Callable[[YNet], Any]]:
         "online, shared": lambda net: Online(net, copies=8, share="batch"),
         "streams": lambda net: Streams(net, 4, copies=8),
         "streams, bf16": lambda net: Streams(net, 4, copies=8, precision="bf16"),
+        "streams that take turns": lambda net: Streams(net, 4, copies=8, together=3, optimizer=MOMENTUM),
     }
 
 
@@ -273,6 +274,43 @@ def test_a_bad_image_on_the_gpu_leaves_no_trace() -> None:
     assert bad.rolled_back.all()
     after, expected = (one.predict(pictures(2, seed=1).cuda(), numbers + 2) for one in (adapter, untouched))
     assert torch.equal(after.logits, expected.logits)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_streams_that_take_turns_are_those_side_by_side(precision: Any) -> None:
+    net = network(depth=8).cuda()
+    turns, together = (Streams(net, 5, copies=4, precision=precision, together=most) for most in (2, 5))
+    for seed in range(3):
+        answers, expected = (streams.predict(bytes_(5, seed)) for streams in (turns, together))
+        assert torch.allclose(answers.logits, expected.logits, atol=1e-4 if precision == "fp32" else 2e-2)
+    state = turns.state_dict()
+    together.load_state_dict(state)
+    for name, tensor in together.state_dict().items():
+        assert torch.equal(tensor.cpu(), state[name].cpu()), name
+
+
+@pytest.mark.parametrize("kind", ["streams", "episodes"])
+def test_what_does_not_fit_into_the_memory_is_run_in_smaller_numbers(kind: str) -> None:
+    """With the real memory, cut down so far that not all fit."""
+    net, images = network(depth=8).cuda(), bytes_(64)
+
+    def make(most: int) -> Any:
+        given: dict[str, Any] = {"copies": 32, "precision": "bf16"}
+        return Streams(net, 64, together=most, **given) if kind == "streams" else Episodic(net, parallel=most, **given)
+
+    few = make(8)
+    expected = few.predict(images)
+    gc.collect()
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + 200 * 2**20  # all 64 keep more than this for the way back
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        many = make(64)
+        answers = many.predict(images)
+        assert (many.together if kind == "streams" else many.parallel) < 64
+        assert torch.allclose(answers.logits, expected.logits, atol=2e-2)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_a_captured_function_takes_new_inputs() -> None:

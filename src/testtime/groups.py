@@ -32,9 +32,12 @@ class Groups:
         self.count, self.together, self.shape = count, together, shape
         self._learner = Learner(net, together, settings, shape)
         self._places = torch.arange(together, device=self._learner.everyone.device)
-        self._origin = [piece[:1] for piece in self._learner.snapshot()[0]]
-        self._pieces = [] if together == count else [piece.repeat_interleave(count, 0) for piece in self._origin]
+        self._origin: list[Tensor] = []  # a row
+        self._pieces: list[Tensor] = []  # S rows
         self._memory: dict[Any, Tensor] = {}  # of the optimizer, when it has any
+        if together < count:
+            self._origin = [piece[:1].clone() for piece in self._learner.snapshot()[0]]
+            self._pieces = [piece.repeat_interleave(count, 0) for piece in self._origin]
 
     def predict(self, images: Tensor, samples: Tensor, streams: Tensor | None) -> Prediction:
         """Adapt each of the streams, or all in their order, to an image and predict it.

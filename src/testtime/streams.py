@@ -41,12 +41,17 @@ class Streams(Adapter):
         for name, value in (("count", count), ("together", together)):
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        self.count, self._together = count, together
+        self.count, self._most_together = count, together
         super().__init__(net, Settings(**{**find_preset(preset), **settings}))
         if self.settings.share != "image":
             raise ValueError("Streams take one image each, so there is no batch to `share`.")
         if not (is_rowwise(self.settings) and has_rows(self.settings)):
             raise ValueError("This optimizer's steps or memory mix streams; use SGD, with momentum or without.")
+
+    @property
+    def together(self) -> int:
+        """How many streams are computed side by side; before the first images, the most that may be."""
+        return self._groups.together if self._groups else min(self.count, self._most_together or self.count)
 
     def reset(self, streams: Tensor | None = None) -> None:
         """Forget everything, or what the given streams, int `(M,)`, learned and counted."""
@@ -112,7 +117,7 @@ class Streams(Adapter):
 
     def _most(self, shape: tuple[int, ...]) -> int:
         """How many streams to compute side by side, if the memory is large enough."""
-        most = self._together
+        most = self._most_together
         if most is None and self._device.type == "cpu":
             # Steps on more pixels than these are no faster, and what they keep for the way back fills the memory.
             most = max(1, _PIXELS // (self.settings.copies * shape[-2] * shape[-1]))

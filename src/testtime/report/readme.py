@@ -125,7 +125,8 @@ def _tell_rows(title: str, own: Sequence[Mapping[str, Any]]) -> str:
         if most > _SHOWN and counts.get(row["name"], most) not in (_SHOWN, most):
             continue
         cells = [f"{row['steps_per_s']:,.1f}", f"{row['images_per_s']:,.1f}", f"{row['times_naive']:,.2f}"]
-        rows.append([row["name"], *cells, *([f"{row['peak_mib']:,.0f}"] if memory else [])])
+        peak = "" if row.get("peak_mib") is None else f"{row['peak_mib']:,.0f}"
+        rows.append([row["name"], *cells, *([peak] if memory else [])])
     return table([title, "steps/s", "images/s", "× naive loop", *(["peak MiB"] if memory else [])], rows)
 
 
