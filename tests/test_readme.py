@@ -35,7 +35,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
 def test_there_is_code_to_run() -> None:
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 8
 
 
@@ -43,8 +43,8 @@ def test_there_is_code_to_run() -> None:
 def test_the_code_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     exec(compile(block, "README.md", "exec"), names)
-    if "prediction" in names:
-        assert capsys.readouterr().out.count("tensor") == 3
+    if "cameras" in names:
+        assert capsys.readouterr().out.count("tensor") == 2
     else:
         assert type(names["net"]).__name__ == "YNet"
 
