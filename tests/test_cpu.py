@@ -174,7 +174,7 @@ def test_group_norm_and_its_gradients(channels: int, groups: int, relu: bool, he
 
 
 @needs_compiler
-@pytest.mark.parametrize(("channels", "size"), [(16, 32), (32, 16), (64, 8), (128, 7), (64, 2)])
+@pytest.mark.parametrize(("channels", "size"), [(16, 32), (32, 16), (64, 8), (128, 7), (256, 7), (64, 2)])
 def test_rounding_is_a_few_times_torchs(channels: int, size: int) -> None:
     x, weight = numbers(0, 8, channels, size, size).relu(), numbers(1, 1, channels, channels, 3, 3)
     grad, results = numbers(2, *x.shape), []

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models import Flattening, Residual, VisionTransformer, sequential
-from testtime import YNet, resnet18, resnet26, split
+from testtime import YNet, cpu, resnet18, resnet26, split
 from testtime.networks.replicas import PARTS, Replicas
 from testtime.networks.tall import Stacking, heighten
 from testtime.randomness import Draws
@@ -470,3 +470,28 @@ def test_convolutions_on_cuda_go_at_once_where_they_are_small(
     monkeypatch.undo()
     assert torch.allclose(found, expected, atol=1e-5)
     assert len(done) == calls
+
+
+@pytest.mark.skipif(not cpu.available(), reason="there is no C++ compiler, or it is not to be used")
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "stride", "images", "size", "form"),
+    [
+        (128, 128, 1, 1, 4, "convolve"),
+        (256, 256, 1, 4, 16, "convolve"),
+        (256, 256, 1, 3, 16, "conv2d"),
+        (512, 512, 1, 2, 4, "conv2d"),
+        (64, 128, 2, 1, 8, "convolve_strided"),
+        (128, 256, 2, 4, 8, "conv2d"),
+    ],
+)
+def test_convolutions_on_a_cpu_take_the_form_that_is_fastest(
+    inputs: int, outputs: int, stride: int, images: int, size: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tall, done = heighten(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), Stacking(2)), set()
+    x, weight = pictures(2 * images, inputs, size, size), tall.get_parameter("weight")
+    expected = torch.cat([F.conv2d(two, w, None, stride, 1) for two, w in zip(x.chunk(2), weight, strict=True)])
+    for owner, name in ((F, "conv2d"), (cpu, "convolve"), (cpu, "convolve_strided")):
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, name=name, own=own: done.add(name) or own(*given))
+    assert torch.allclose(tall(x), expected, atol=1e-5)
+    assert done == {form}

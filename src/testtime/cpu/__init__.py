@@ -22,7 +22,7 @@ from testtime.cpu.build import Chain, Filters, Layer, Norm, available, kernels
 
 __all__ = ["CHANNELS", "Convolution", "GroupNorm", "available", "convolve", "convolve_strided", "group_norm"]
 
-CHANNELS = (16, 32, 64, 128)  # that `convolve` is compiled for
+CHANNELS = (16, 32, 64, 128, 256)  # that `convolve` is compiled for
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class _Convolve(torch.autograd.Function):
         grad_weights = x.new_empty(len(layers), *weight.shape) if any(of_tensors) else None
         parts = x.new_empty(len(layers), len(x), 2, x.shape[1])
         pointers = _pointers(x, inner, grad, grad_x, grad_plus, grad_weights, parts)
-        kernels().chain_backward(_chain(x, layers, moments), x.shape[1], *pointers)
+        kernels().chain_backward(_chain(x, layers, moments), *pointers)
         of_norms = parts.unflatten(1, (len(weight), -1)).sum(2).unbind(0)  # (S, 2, C) for each layer
         gradients: list[Tensor | None] = []
         for place, layer in enumerate(layers):
@@ -177,14 +177,14 @@ def _forward(
 ) -> Tensor:
     """The output; those of the layers before the last are written to `inner`, if given."""
     y, plus = torch.empty_like(x), None if plus is None else _channels_last(plus)
-    kernels().chain_forward(_chain(x, layers, moments), x.shape[1], *_pointers(x, plus, inner, y))
+    kernels().chain_forward(_chain(x, layers, moments), *_pointers(x, plus, inner, y))
     return y
 
 
 def _chain(x: Tensor, layers: Sequence[Convolution], moments: Tensor) -> Chain:
     array = (Layer * len(layers))(*(_layer(x, *both) for both in zip(layers, moments, strict=True)))
     replicas, images, threads = _sizes(x, layers[0].weight)
-    return Chain(array, len(layers), len(layers) % 2, replicas, images, *x.shape[2:], threads)
+    return Chain(array, len(layers), len(layers) % 2, replicas, images, *x.shape[2:], x.shape[1], threads)
 
 
 def _layer(x: Tensor, layer: Convolution, moments: Tensor) -> Layer:

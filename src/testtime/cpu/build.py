@@ -48,7 +48,7 @@ class Chain(ctypes.Structure):
 
     _fields_ = [
         ("layers", ctypes.POINTER(Layer)),
-        *((name, _INT) for name in ("count", "lead", "replicas", "images", "height", "width", "threads")),
+        *((name, _INT) for name in ("count", "lead", "replicas", "images", "height", "width", "channels", "threads")),
     ]
 
 
@@ -68,8 +68,8 @@ _ARGUMENTS = {
     "strided_forward": [ctypes.POINTER(Filters), *[_POINTER] * 3],
     "strided_backward": [ctypes.POINTER(Filters), *[_POINTER] * 3],
     "strided_filters": [ctypes.POINTER(Filters), *[_POINTER] * 3],
-    "chain_forward": [ctypes.POINTER(Chain), _INT, *[_POINTER] * 4],
-    "chain_backward": [ctypes.POINTER(Chain), _INT, *[_POINTER] * 7],
+    "chain_forward": [ctypes.POINTER(Chain), *[_POINTER] * 4],
+    "chain_backward": [ctypes.POINTER(Chain), *[_POINTER] * 7],
 }
 
 

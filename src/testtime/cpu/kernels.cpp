@@ -29,7 +29,7 @@ struct Layer {
 // A unit is as many images of a replica as make a block of tiles, often a single one.
 struct Chain {
     const Layer* layers;
-    int count, lead, replicas, images, height, width, threads;
+    int count, lead, replicas, images, height, width, channels, threads;
 
     bool leads(int layer) const { return layer < lead; }
     bool ends_pair(int layer) const { return layer >= lead && (layer - lead) % 2 == 1; }
@@ -39,7 +39,7 @@ struct Chain {
         return fours < Tiling{1, height, width, 2}.tiles() * Pairs::PLACES ? 4 : 2;
     }
     int tiles() const { return Tiling{images, height, width, side()}.tiles(); }
-    int per_unit() const { return (TILES * images + tiles() - 1) / tiles(); }
+    int per_unit() const { return (tiles_at_once(channels) * images + tiles() - 1) / tiles(); }
     int units() const { return (images + per_unit() - 1) / per_unit(); }
     Tiling tiling(int unit) const { return {std::min(per_unit(), images - unit * per_unit()), height, width, side()}; }
     // How many replicas are worked on at a time, where each makes some parts of work: as many as keep all threads busy.
@@ -97,11 +97,11 @@ void convolve_frame(const Tiling& tiling, const float* frame, const float* u, co
                     float* room) {
     float *m = room, *v = room + place<C>(1);
     int height = tiling.height, width = tiling.width;
-    for (int block = 0; block < tiling.blocks(); block++) {
+    for (int block = 0; block < tiling.blocks(TILES<C>); block++) {
         transform_block<C, W::SIDE, W::SIDE, W::input>(tiling, block, frame, v);
         for (int k = 0; k < W::PLACES; k++) multiply<C>(v + place<C>(k), u + matrix<C>(k), m + place<C>(k));
-        for (int tile = 0; tile < std::min(TILES, tiling.tiles() - block * TILES); tile++) {
-            auto at = tiling.locate(block * TILES + tile);
+        for (int tile = 0; tile < std::min(TILES<C>, tiling.tiles() - block * TILES<C>); tile++) {
+            auto at = tiling.locate(block * TILES<C> + tile);
             bool whole = at.row + W::OUTPUTS <= height && at.column + W::OUTPUTS <= width;
             int64_t first = (static_cast<int64_t>(at.image) * height + at.row) * width + at.column;
             for (int o = 0; o < C; o += LANES) {
@@ -257,7 +257,7 @@ void backward(const Chain& chain, const float* x, const float* inner, const floa
                         if (!dw) continue;
                         unit.frame(in + at, norm.weight ? &norm : nullptr, frame);
                         const float* by_first = by_frame + (unit.tiling.wide() + 1) * C;
-                        for (int block = 0; block < unit.tiling.blocks(); block++) {
+                        for (int block = 0; block < unit.tiling.blocks(TILES<C>); block++) {
                             transform_block<C, W::SIDE, W::SIDE, W::input>(unit.tiling, block, frame, v);
                             transform_block<C, W::OUTPUTS, W::SIDE, W::gradient>(unit.tiling, block, by_first, r);
                             for (int k = 0; k < W::PLACES; k++)
@@ -300,12 +300,13 @@ void backward(const Chain& chain, const float* x, const float* inner, const floa
 
 // Call a function with the kind of tiles and the number of channels as types.
 template <typename Function>
-void choose(const Chain& chain, int channels, Function function) {
+void choose(const Chain& chain, Function function) {
     auto with = [&](auto constant) { chain.side() == 4 ? function(Fours{}, constant) : function(Pairs{}, constant); };
-    if (channels == 16) with(std::integral_constant<int, 16>{});
-    if (channels == 32) with(std::integral_constant<int, 32>{});
-    if (channels == 64) with(std::integral_constant<int, 64>{});
-    if (channels == 128) with(std::integral_constant<int, 128>{});
+    if (chain.channels == 16) with(std::integral_constant<int, 16>{});
+    if (chain.channels == 32) with(std::integral_constant<int, 32>{});
+    if (chain.channels == 64) with(std::integral_constant<int, 64>{});
+    if (chain.channels == 128) with(std::integral_constant<int, 128>{});
+    if (chain.channels == 256) with(std::integral_constant<int, 256>{});
 }
 
 }  // namespace
@@ -341,15 +342,15 @@ void norm_backward(const Norm* norm, const float* x, const float* g, float* dx, 
     }
 }
 
-void chain_forward(const Chain* chain, int channels, const float* x, const float* plus, float* inner, float* y) {
-    choose(*chain, channels, [&](auto tiles, auto constant) {
+void chain_forward(const Chain* chain, const float* x, const float* plus, float* inner, float* y) {
+    choose(*chain, [&](auto tiles, auto constant) {
         forward<decltype(tiles), decltype(constant)::value>(*chain, x, plus, inner, y);
     });
 }
 
-void chain_backward(const Chain* chain, int channels, const float* x, const float* inner, const float* g, float* dx,
+void chain_backward(const Chain* chain, const float* x, const float* inner, const float* g, float* dx,
                     float* dplus, float* dw, float* norm_parts) {
-    choose(*chain, channels, [&](auto tiles, auto constant) {
+    choose(*chain, [&](auto tiles, auto constant) {
         backward<decltype(tiles), decltype(constant)::value>(*chain, x, inner, g, dx, dplus, dw, norm_parts);
     });
 }

@@ -1,6 +1,6 @@
 // Winograd's convolutions (Lavin & Gray 2016): a tile of outputs comes from inputs d, two more on a side, as
-// Aᵀ[(G w Gᵀ) ⊙ (Bᵀ d B)]A. Summed over channels, each place of a transformed tile is a matrix product of its own; 8
-// tiles go through them together. F(4×4, 3×3) has 36 products where the direct sum has 144, F(2×2, 3×3) 16 for 36.
+// Aᵀ[(G w Gᵀ) ⊙ (Bᵀ d B)]A. Summed over channels, each place of a transformed tile is a matrix product of its own;
+// some tiles go through them together. F(4×4, 3×3) has 36 products where the direct sum has 144, F(2×2, 3×3) 16 for 36.
 
 #pragma once
 
@@ -12,7 +12,11 @@ namespace {
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))  // what works on vectors in registers
 
-constexpr int TILES = 8;
+// Tiles that go through the products together: more of those with many channels, whose filters do not stay in the cache.
+constexpr int tiles_at_once(int channels) { return channels > 128 ? 32 : 8; }
+template <int C>
+constexpr int TILES = tiles_at_once(C);
+
 constexpr int CHUNK = 32;  // inputs that are summed by themselves, so that less is lost in rounding
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -142,7 +146,7 @@ ALWAYS_INLINE void transform(From from, To to) {
 // Where the transformed tiles of a place begin; the odd vector keeps places out of each other's cache sets.
 template <int C>
 constexpr size_t place(int index) {
-    return static_cast<size_t>(index) * (TILES * C + LANES);
+    return static_cast<size_t>(index) * (TILES<C> * C + LANES);
 }
 
 // Where the matrix of a place begins, of filters or of sums.
@@ -159,7 +163,7 @@ struct Tiling {
     int rows() const { return (height + side - 1) / side; }
     int columns() const { return (width + side - 1) / side; }
     int tiles() const { return images * rows() * columns(); }
-    int blocks() const { return (tiles() + TILES - 1) / TILES; }
+    int blocks(int at_once) const { return (tiles() + at_once - 1) / at_once; }
     int wide() const { return columns() * side + 2; }
     int framed() const { return (rows() * side + 2) * wide(); }  // pixels of an image
 
@@ -176,23 +180,24 @@ struct Tiling {
 // A block of tiles, transformed: to[place][tile][channel]. Tiles past the end count as zero.
 template <int C, int IN, int OUT, void (*LINE)(const Vector*, Vector*)>
 void transform_block(const Tiling& tiling, int block, const float* frame, float* to) {
-    int wide = tiling.wide(), framed = tiling.framed(), count = std::min(TILES, tiling.tiles() - block * TILES);
+    int wide = tiling.wide(), framed = tiling.framed(), first = block * TILES<C>;
+    int count = std::min(TILES<C>, tiling.tiles() - first);
     for (int tile = 0; tile < count; tile++) {
-        auto at = tiling.locate(block * TILES + tile);
+        auto at = tiling.locate(first + tile);
         const float* corner = frame + (at.image * framed + at.row * wide + at.column) * C;
         for (int c = 0; c < C; c += LANES)
             transform<IN, OUT, LINE>(
                 [=](int a, int b) { return load(corner + (a * wide + b) * C + c); },
                 [=](int a, int b, Vector value) { store(to + place<C>(a * OUT + b) + tile * C + c, value); });
     }
-    for (int k = 0; count < TILES && k < OUT * OUT; k++)
-        std::fill(to + place<C>(k) + count * C, to + place<C>(k) + TILES * C, 0.0f);
+    for (int k = 0; count < TILES<C> && k < OUT * OUT; k++)
+        std::fill(to + place<C>(k) + count * C, to + place<C>(k) + TILES<C> * C, 0.0f);
 }
 
 // How many vectors of a product's outputs are computed at a time, and for how many rows.
 template <int C>
 struct Kept {
-    static constexpr int WIDE = std::min(C / LANES, 2), TALL = std::min(TILES, KEPT / WIDE);
+    static constexpr int WIDE = std::min(C / LANES, 2), TALL = std::min(TILES<C>, KEPT / WIDE);
 };
 
 // m[tile][output] = Σ v[tile][input] u[input][output]
@@ -200,7 +205,7 @@ template <int C>
 void multiply(const float* v, const float* u, float* m) {
     constexpr int WIDE = Kept<C>::WIDE, TALL = Kept<C>::TALL;
     for (int o = 0; o < C; o += WIDE * LANES)
-        for (int t = 0; t < TILES; t += TALL)
+        for (int t = 0; t < TILES<C>; t += TALL)
             for (int first = 0; first < C; first += CHUNK) {
                 Vector sums[TALL][WIDE] = {};
                 for (int i = first; i < std::min(C, first + CHUNK); i++) {
@@ -226,7 +231,7 @@ void accumulate(const float* v, const float* g, float* p, bool add) {
             Vector sums[TALL][WIDE];
             for (int r = 0; r < TALL; r++)
                 for (int q = 0; q < WIDE; q++) sums[r][q] = add ? load(p + (i + r) * C + o + q * LANES) : Vector{};
-            for (int t = 0; t < TILES; t++) {
+            for (int t = 0; t < TILES<C>; t++) {
                 Vector row[WIDE];
                 for (int q = 0; q < WIDE; q++) row[q] = load(g + t * C + o + q * LANES);
                 for (int r = 0; r < TALL; r++)
