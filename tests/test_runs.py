@@ -30,8 +30,9 @@ from testtime.runs import plan as plans
 from testtime.runs.cluster import cut, start_ray
 from testtime.runs.plan import fill
 from testtime.runs.run import make_groups
-from testtime.runs.units import COLUMNS, hold_folder, join_columns, make_columns, read_unit, write_unit
+from testtime.runs.units import COLUMNS, join_columns, make_columns, read_unit, write_unit
 from testtime.runs.workshop import Facts, Workshop, choose_batch, find_threshold, read_ahead
+from testtime.storage import FolderError, hold_folder
 
 SMALL = {"copies": ["2"], "lr": ["0.05"], "steps": ["1"]}
 SETS = ["digits", "digits-c/contrast/5", "digits-gradual/shot_noise"]
@@ -543,7 +544,7 @@ def test_streams_that_do_not_fit_go_on_with_half(
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks of folders there")
 def test_two_processes_do_not_run_in_one_folder(finished: Path, plan: Plan, tmp_path: Path) -> None:
     folder = copy_of(finished, tmp_path / "run")
-    with hold_folder(folder), pytest.raises(RunError, match="another process is at work"):
+    with hold_folder(folder), pytest.raises(FolderError, match="another process is at work"):
         run_plan(plan, folder)
     assert len(run_plan(plan, folder).units) == 12
     assert len(open_run(folder).units) == 12
@@ -730,6 +731,7 @@ def test_the_preset_best_is_a_usual_method_that_is_run_where_it_is_asked_for(tmp
         ({"threshold": ["0%"]}, "or be a share of the images such as \"20%\", got '0%'"),
         ({"threshold": ["online=many%"]}, "`threshold` must lie in"),
         ({"threshold": ["101%"]}, "got '101%'"),
+        ({"lr": ["0.1"], "methods": "fixed"}, r"--lr: none of the methods learns \(fixed\)"),
         ({"precision": ["fp64"]}, "--precision must be one of fp32, tf32, bf16, got 'fp64'"),
         ({"networks": {"joint": "y"}}, "The network 'joint' was given twice: x and y"),
         ({"networks": {"online": "y"}}, "cannot be called 'online'"),
@@ -812,12 +814,18 @@ def test_arguments_go_before_the_study() -> None:
         ("nonsense = 1", "no entry 'nonsense'"),
         ("shuffle = 3", "'shuffle' must not be 3"),
         ('seeds = ["a"]', "`seeds` must be integers"),
+        ("seeds = [true]", "`seeds` must be integers"),
+        ("data = [1]", "`data` must be names"),
+        ("corruptions = [5]", "`corruptions` must be names"),
         ("[methods]\nonline = 3", "must be a table with a mode"),
         ('[methods.a]\nmode = "magic"', "a: `mode` must be one of fixed, episodic, online"),
         ('[methods.a]\nmode = "online"\nnetwork = "z"', "a needs the z network: give --network z=FILE"),
         ('[methods.a]\nmode = "online"\nnetwork = 3', "a: `network` must be a network's name, got 3"),
         ('[methods.a]\nmode = "online"\nspeed = 3', "a: no setting is called 'speed'"),
         ('[methods.a]\nmode = "fixed"\nlr = 1.0', "a learns nothing"),
+        ('[methods.a]\nmode = "online"\ncopies = "x"', "a: `copies` must be an integer, got 'x'"),
+        ('[methods.a]\nmode = "online"\nsteps = 1.5', "a: `steps` must be an integer, got 1.5"),
+        ('[methods.a]\nmode = "online"\nlr = true', "a: `lr` must be a number, got True"),
         ('[methods.a]\nmode = "online"\nupdate = "all"', "a: `update` must be one of"),
         ('[methods.a]\nmode = "online"\npreset = "fast"', "a: `preset` must be one of paper, best, got 'fast'"),
         ('[methods.a]\nmode = "episodic"\npreset = "best"', "a: only online methods have a preset"),

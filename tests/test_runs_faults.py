@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from testtime import cli, resnet26
-from testtime.runs import make_plan, open_run, run_plan
+from testtime.data.sets import TensorSet
+from testtime.runs import Method, Plan, Source, make_plan, open_run, run_plan
+from testtime.runs.workshop import Workshop
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX")
 
@@ -213,3 +216,31 @@ def test_a_full_disk_is_one_line_and_the_run_resumes(
         assert not leftovers(disk / "run")
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_run_in_which_nothing_was_finished_gives_way(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {"checkpoint": checkpoint, "data": ["digits"], "methods": "fixed"}
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workshop, "run_unit", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run_plan(make_plan(**given, limit=3), tmp_path / "run")
+    assert not open_run(tmp_path / "run").units
+    run = run_plan(make_plan(**given, limit=4), tmp_path / "run")
+    assert run.configuration["limit"] == 4
+    assert [unit.about["counts"]["images"] for unit in run.units] == [4]
+
+
+def test_a_set_that_the_network_cannot_see_is_refused_before_anything_is_written(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    colour = TensorSet("colour", torch.zeros(2, 3, 16, 16, dtype=torch.uint8), None)
+    plan = Plan({"joint": checkpoint}, (Source("colour"),), (Method("fixed", "fixed"),))
+    with pytest.raises(ValueError, match="colour has 3 channels, the network takes 1"):
+        run_plan(plan, tmp_path / "run", sets={"colour": colour})
+    assert not (tmp_path / "run").exists()

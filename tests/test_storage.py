@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
-from testtime.storage import whole_file, write_whole
+from testtime.storage import FolderError, hold_folder, whole_file, write_whole
 
 
 def test_a_file_appears_with_its_content_and_nothing_else(tmp_path: Path) -> None:
@@ -77,3 +79,28 @@ def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
     writer.join()
     assert seen <= contents
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path) -> None:
+    def fill() -> None:
+        with whole_file(tmp_path / "table.md"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fill_with_tensors() -> None:
+        with whole_file(tmp_path / "network.safetensors"):
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with pytest.raises(OSError, match=r"No space left on device: '.*table\.md'") as caught:
+        fill()
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(OSError, match=r"network\.safetensors: cannot be written \(I/O error: No space left"):
+        fill_with_tensors()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_no_folder_to_hold(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("years of work")
+    with pytest.raises(FolderError, match=r"notes\.txt is a file; name a folder"), hold_folder(tmp_path / "notes.txt"):
+        pass
+    with hold_folder(tmp_path / "new" / "run"):
+        assert (tmp_path / "new" / "run").is_dir()

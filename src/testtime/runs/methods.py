@@ -22,6 +22,7 @@ JOINT, BASELINE = "joint", "baseline"
 
 _SETTINGS = ("steps", "lr", "copies", "threshold", "update", "guard", "precision", "mirrored", "augment", "turns")
 _ANSWERS = ("precision", "mirrored")  # the settings of a method that learns nothing
+_NUMBERS: dict[str, Any] = {"steps": int, "copies": int, "lr": int | float, "guard": int | float}
 _STEPS: dict[Mode, int] = {"fixed": 0, "episodic": 10, "online": 1}
 _LOOK = 4  # views of an image in one look at it: its four turns
 
@@ -55,6 +56,11 @@ class Method:
         for name in self.settings:
             if name not in _SETTINGS:
                 raise ValueError(f"{self.name}: no setting is called {name!r}; there are {', '.join(_SETTINGS)}.")
+        for name, kind in _NUMBERS.items():
+            value = self.settings.get(name, 1)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                what = "an integer" if kind is int else "a number"
+                raise ValueError(f"{self.name}: `{name}` must be {what}, got {value!r}.")
         idle = [name for name in self.settings if self.mode == "fixed" and name not in _ANSWERS]
         if idle:
             raise ValueError(f"{self.name} learns nothing, so it has no {', '.join(idle)}.")
@@ -185,7 +191,7 @@ def override(methods: Sequence[Method], overrides: Mapping[str, Sequence[str] | 
         overrides: For each setting texts such as "0.01" or "online=0.01"; a named one goes before an unnamed.
 
     Raises:
-        ValueError: A method does not exist, or a value is none for that setting.
+        ValueError: A method does not exist, a value is none for that setting, or no method has the setting.
     """
     changed = {method.name: method for method in methods}
     learning = [method.name for method in methods if method.mode != "fixed"]
@@ -196,6 +202,8 @@ def override(methods: Sequence[Method], overrides: Mapping[str, Sequence[str] | 
             known = list(changed) if setting in _ANSWERS else learning
             if name and name not in known:
                 raise ValueError(f"--{setting}: no method that it applies to is called {name!r} ({', '.join(known)}).")
+            if not name and not learning:
+                raise ValueError(f"--{setting}: none of the methods learns ({', '.join(changed)}), so none has it.")
             value = _read_value(setting, word, text)
             for one in [name] if name else learning:
                 changed[one] = replace(changed[one], settings={**changed[one].settings, setting: value})

@@ -292,7 +292,10 @@ def read_study(study: str | Path) -> dict[str, Any]:
             raise ValueError(f"{path}: {name!r} must not be {value!r}.")
     if isinstance(found.get("data"), str):
         found["data"] = [found["data"]]
-    if not all(isinstance(seed, int) for seed in found.get("seeds", ())):
+    for name in ("data", "corruptions"):
+        if not all(isinstance(word, str) for word in found.get(name, ())):
+            raise ValueError(f"{path}: `{name}` must be names, got {found[name]}.")
+    if not all(isinstance(seed, int) and not isinstance(seed, bool) for seed in found.get("seeds", ())):
         raise ValueError(f"{path}: `seeds` must be integers, got {found['seeds']}.")
     return found
 

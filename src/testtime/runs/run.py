@@ -27,8 +27,9 @@ from testtime.machine import describe_machine
 from testtime.runs.methods import Method
 from testtime.runs.plan import Plan
 from testtime.runs.underway import Shelf
-from testtime.runs.units import Run, Unit, hold_folder, open_run, prepare_folder, write_unit
+from testtime.runs.units import Run, Unit, open_run, prepare_folder, write_unit
 from testtime.runs.workshop import Advance, Facts, Workshop
+from testtime.storage import hold_folder
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,10 @@ written whole or not at all; a file that is truncated or was altered counts as m
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,11 +24,6 @@ from safetensors.numpy import save
 
 from testtime.evaluate import COLUMNS, Record
 from testtime.storage import find_differences, write_whole
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # not on Windows; there two processes can be in one folder
-    fcntl = None
 
 log = logging.getLogger(__name__)
 
@@ -220,6 +213,8 @@ def _try_unit(folder: Path, file: Path) -> Unit | str:
 def prepare_folder(path: str | Path, configuration: Mapping[str, Any], about: Mapping[str, Any]) -> None:
     """Make a run's folder, or check that the one there is of the same configuration; clear what a kill left behind.
 
+    A run in which nothing was finished yet gives way to another configuration.
+
     Args:
         path: The folder.
         configuration: What decides the results, as JSON could hold it.
@@ -231,8 +226,10 @@ def prepare_folder(path: str | Path, configuration: Mapping[str, Any], about: Ma
     """
     path = Path(path)
     if (path / "run.json").exists():
-        different = find_differences(open_run(path).configuration, configuration)
-        if different:
+        there = open_run(path)
+        different = find_differences(there.configuration, configuration)
+        begun = there.units or there.damaged or (path / "underway").exists()
+        if different and begun:
             more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             raise ValueError(
                 f"{path} holds a run of another configuration ({'; '.join(different[:_SHOWN])}{more}). "
@@ -240,35 +237,12 @@ def prepare_folder(path: str | Path, configuration: Mapping[str, Any], about: Ma
             )
         for part in path.rglob(".*.part"):  # what a killed process was writing
             part.unlink(missing_ok=True)
-        return
-    if path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir()):
+        if not different:
+            return
+    elif path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir()):
         raise RunError(f"{path} holds other files and no run. Choose another folder.")
     content = {"format": FORMAT, "configuration": configuration, **about}
     _write(path / "run.json", (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
-
-
-@contextlib.contextmanager
-def hold_folder(path: str | Path) -> Iterator[None]:
-    """Keep other processes from running in a run's folder; one that is killed lets go of it.
-
-    Raises:
-        RunError: Another process is at work there.
-    """
-    Path(path).mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"{path}: another process is at work in this folder.") from None
-        except OSError as error:  # some network file systems have no locks
-            log.info("%s cannot be locked (%s)", path, error)
-        yield
-    finally:
-        os.close(handle)
 
 
 def make_columns(records: Iterable[Record]) -> dict[str, np.ndarray]:

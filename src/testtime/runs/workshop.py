@@ -121,10 +121,11 @@ class Workshop:
         """Open a test set of the plan, in the size and with the classes of the network.
 
         Raises:
-            ValueError: The network does not have the set's classes.
+            ValueError: The network does not have the set's channels or classes.
             DataError: The set is not there or damaged.
         """
-        card = self.net(next(iter(self.plan.networks)), name).card
+        net = self.net(next(iter(self.plan.networks)), name)
+        card = net.card
         source = self.plan.source(name)
         family = "folder" if source.folder is not None else name.split("/", 1)[0]
         options: dict[str, Any] = {}
@@ -143,6 +144,8 @@ class Workshop:
             answers = found.scores(torch.zeros(1, len(card.classes))).shape[1]
             if answers != len(found.classes):
                 raise ValueError(f"{name} has {len(found.classes)} classes, the network {answers}.")
+        if net.channels is not None and found.shape[0] != net.channels:
+            raise ValueError(f"{name} has {found.shape[0]} channels, the network takes {net.channels}.")
         return found
 
     def facts(self, name: str) -> Facts:
