@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from testtime import cli, data
 from testtime.learner import PRESETS
 from testtime.networks import resnet26
-from testtime.predict import default_network, fit_for
+from testtime.predict import default_network, fit_for, predict, prepare_adapter
 from testtime.runs.methods import USUAL
 
 TINY = [
@@ -127,6 +127,8 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         ["train", "--out", "x", "--method", "uda"],
         ["train", "--out", "x", "--target", "digits"],
         ["train", "--out", "x", "--method", "uda", "--target", "no-such-set"],
+        ["train", "--out", "x", "--seeds", "0-1", "--seed", "3"],
+        ["train", "--out", "x", "--start", "cifar10-resnet26-gn-joint"],
         ["train", "--out", "x", "--device", "abacus"],
         ["predict"],
         ["predict", "x.png", "--threshold", "2"],
@@ -266,9 +268,11 @@ def test_predict_prints_what_the_adapter_says(
         *(["--online"] if mode == "online" else []),
     ]
     code, out, err = run(capsys, "predict", pictures, "-c", network, "--device", "cpu", "--json", *options)
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert re.fullmatch(r"pictures  3/3[^\n]*\n", err)
     document = json.loads(out)
     assert document["network"] == str(network)
+    assert document["unread"] == []
 
     net = load(network)
     kind = Online if mode == "online" else Episodic
@@ -323,6 +327,34 @@ def test_predict_prints_one_line_a_picture(capsys: pytest.CaptureFixture[str], n
     assert [line.split()[0] for line in lines] == [str(pictures / "1.png"), str(pictures / "0.png")]
     for line in lines:
         assert re.search(r"\d \d+\.\d% → \d \d+\.\d%  \+0\.0%  \(not adapted\)$", line)
+
+
+@pytest.mark.parametrize("together", [1, 2, 16])
+def test_a_picture_that_cannot_be_read_costs_the_others_nothing(
+    capsys: pytest.CaptureFixture[str], network: Path, pictures: Path, tmp_path: Path, together: int
+) -> None:
+    from testtime.networks import load
+
+    bad = tmp_path / "bad.png"
+    bad.write_bytes((pictures / "0.png").read_bytes()[:40])
+    files = [pictures / "0.png", bad, pictures / "1.png", pictures / "1.png"]
+    code, out, err = run(capsys, "predict", *files, "-c", network, "--copies", "2", "--json")
+    assert code == 1
+    fault = f"{bad}: not a picture in a known format"
+    assert f"error: {fault}\n" in err
+    document = json.loads(out)
+    assert document["unread"] == [fault]
+    assert [answer["image"] for answer in document["answers"]] == [str(file) for file in files if file != bad]
+    code, told, err = run(capsys, "predict", *files, "-c", network, "--copies", "2")
+    assert (code, len(told.splitlines()), err) == (1, 3, f"error: {fault}\n")
+
+    net, faults = load(network), []
+    adapter = prepare_adapter(net, copies=2)
+    answers = list(predict(adapter, net.card, files, together, faults.append))
+    assert [answer.image for answer in answers] == [str(file) for file in files if file != bad]
+    assert [str(one) for one in faults] == [fault]
+    with pytest.raises(data.DataError, match=r"bad\.png"):
+        list(predict(adapter, net.card, files, together))
 
 
 def test_a_picture_is_cut_to_its_central_square_and_made_gray(tmp_path: Path) -> None:

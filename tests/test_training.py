@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from testtime.data.sets import TensorSet
 from testtime.networks import CheckpointError, YNet, load, resnet26
 from testtime.networks.ynet import Card
 from testtime.randomness import Draws
+from testtime.storage import FolderError, hold_folder
 from testtime.tasks import Rotation
 from testtime.training import Batch, Pool, Progress, Recipe, Trainer, Training, TrainingError, shuffle, train
 
@@ -275,7 +277,7 @@ def test_a_bad_recipe_is_refused_by_name(field: str, value: Any) -> None:
         (torch.zeros(4, 1, 8, 8), torch.zeros(4), "4 integer labels"),
         (torch.zeros(4, 1, 8, 8), None, "must have labels"),
         (torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 2, 3]), "0..2, got 0 to 3"),
-        (torch.zeros(4, 2, 8, 8), torch.zeros(4).long(), "does not take images"),
+        (torch.zeros(4, 2, 8, 8), torch.zeros(4).long(), "have 2 channels, the network takes 1"),
         (torch.zeros(4, 1, 9, 30), torch.zeros(4).long(), "does not take images"),
     ],
 )
@@ -504,6 +506,29 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, damage: str) ->
     assert_same(weights(net), before)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks of folders there")
+def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
+    with hold_folder(tmp_path), pytest.raises(FolderError, match="another process is at work"):
+        train(small_net(), *pictures(), SHORT, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+    train(small_net(), *pictures(), SHORT, folder=tmp_path)
+    assert (tmp_path / "network.safetensors").exists()
+
+
+def test_images_that_the_network_would_misread_are_refused() -> None:
+    images, labels = pictures()
+    colour = resnet26(CLASSES, depth=8, size=8)  # gray would be repeated over its three channels
+    with pytest.raises(ValueError, match="`images` have 1 channels, the network takes 3"):
+        train(colour, images, labels, SHORT)
+    with pytest.raises(ValueError, match=r"Float `images` must lie in \[0, 1\], got 0 to 249"):
+        train(small_net(), images.float(), labels, SHORT)
+    with pytest.raises(ValueError, match=r"Float `target` must lie in \[0, 1\]"):
+        train(small_net(), images, labels, replace(SHORT, method="uda"), target=images.float())
+    plain = small_net()
+    bare = YNet(plain.encoder, plain.classifier, plain.ssl)  # it normalises nothing, so its images may be normalised
+    train(bare, images.float() / 64 - 2, labels, replace(SHORT, epochs=1, drops=()))
+
+
 def test_a_foreign_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text("[1, 2]")
     with pytest.raises(CheckpointError, match=r"record\.json"):
@@ -540,6 +565,22 @@ def test_prepare_builds_the_digits() -> None:
     assert setup.net.card.architecture["depth"] == 8
     assert setup.net.card.augment == {"name": "crop-flip", "padding": 2, "flip": False}
     assert setup.recipe.seed == 3
+
+
+def test_prepare_starts_from_a_network_of_the_same_architecture(tmp_path: Path) -> None:
+    first = training.prepare("digits", limit=50, seed=3)
+    first.net.describe(record={"note": "trained"})
+    first.net.save(tmp_path / "network.safetensors")
+    again = training.prepare("digits", limit=50, start=tmp_path / "network.safetensors", seed=4)
+    assert_same(weights(again.net), weights(first.net))
+    assert_same(weights(again.build(5)), weights(first.net))
+    assert again.net is not again.build(4)
+    with pytest.raises(ValueError, match=r"another network than asked for.*depth: 8 there, 14 now"):
+        training.prepare("digits", limit=50, depth=14, start=tmp_path / "network.safetensors")
+    with pytest.raises(ValueError, match=r"another network than asked for.*channels: 3 there, 1 now"):
+        training.prepare("digits", limit=50, start="cifar10-resnet26-gn-joint")
+    with pytest.raises(CheckpointError, match="nowhere"):
+        training.prepare("digits", limit=50, start="nowhere")
 
 
 def test_prepare_reads_folders(tmp_path: Path) -> None:

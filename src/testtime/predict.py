@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,13 @@ def fit_for(card: Card, picture: str | Path) -> Tensor:
     return image
 
 
-def predict(adapter: Adapter, card: Card, pictures: Sequence[Path], together: int = 1) -> Iterator[Answer]:
+def predict(
+    adapter: Adapter,
+    card: Card,
+    pictures: Sequence[Path],
+    together: int = 1,
+    skip: Callable[[DataError], None] | None = None,
+) -> Iterator[Answer]:
     """Read pictures, adapt to each, answer.
 
     Args:
@@ -117,16 +123,23 @@ def predict(adapter: Adapter, card: Card, pictures: Sequence[Path], together: in
         card: The card of its network.
         pictures: Files, in the order in which they are shown to the adapter.
         together: How many are given to the adapter at once.
+        skip: Told of a picture that cannot be read, which is then left out; None raises the first.
 
     Yields:
         One answer a picture, in order.
+
+    Raises:
+        DataError: A picture cannot be read, where `skip` is not given.
     """
     for start in range(0, len(pictures), together):
-        files = pictures[start : start + together]
-        prediction = adapter.predict(torch.stack([fit_for(card, file) for file in files]))
+        read = [(file, _try_to_fit(card, file, skip)) for file in pictures[start : start + together]]
+        shown = [(file, image) for file, image in read if image is not None]
+        if not shown:
+            continue
+        prediction = adapter.predict(torch.stack([image for _, image in shown]))
         before, after = prediction.logits_before.softmax(-1).cpu(), prediction.logits.softmax(-1).cpu()
         names = card.classes or tuple(str(number) for number in range(after.shape[1]))
-        for row, file in enumerate(files):
+        for row, (file, _) in enumerate(shown):
             old, new = int(before[row].argmax()), int(after[row].argmax())
             yield Answer(
                 image=str(file),
@@ -141,6 +154,16 @@ def predict(adapter: Adapter, card: Card, pictures: Sequence[Path], together: in
                 adapted=bool(prediction.adapted[row]),
                 rolled_back=bool(prediction.rolled_back[row]),
             )
+
+
+def _try_to_fit(card: Card, picture: Path, skip: Callable[[DataError], None] | None) -> Tensor | None:
+    try:
+        return fit_for(card, picture)
+    except DataError as fault:
+        if skip is None:
+            raise
+        skip(fault)
+        return None
 
 
 def tell(answer: Answer) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -43,7 +42,11 @@ def train(
     ] = None,
     start: Annotated[
         str | None,
-        typer.Option(help="Network file to start from.", show_default="random weights", rich_help_panel="Network"),
+        typer.Option(
+            help="Network to start from, of the same architecture: a file, or a shipped one's name.",
+            show_default="random weights",
+            rich_help_panel="Network",
+        ),
     ] = None,
     network: Annotated[
         Literal["resnet26", "resnet18", "resnet50"] | None,
@@ -149,18 +152,21 @@ def train(
       torchrun --nproc-per-node 8 -m testtime train --data imagenet --bf16 --out runs/i
     """
     from testtime import data as datasets
-    from testtime.networks import load
+    from testtime.networks import CheckpointError
     from testtime.training import is_first, prepare, process_group, tell, train_together
 
     if (target is not None) + (targets is not None) != (method == "uda"):
         raise typer.BadParameter("uda needs --target or --targets, and only uda takes one.", param_hint="--target")
     if seeds is not None and targets is not None:
         raise typer.BadParameter("several seeds or several targets, not both.", param_hint="--seeds")
+    if seeds is not None and _is_given(context, "seed"):
+        raise typer.BadParameter("one seed or several, not both.", param_hint="--seeds")
     out = out or name_folder("train", context.params)
     changes: dict[str, Any] = {"lr": lr, "batch": batch, "rotations": rotations, "method": method, "bf16": bf16}
     with process_group(pick_device(device)) as place, contextlib.ExitStack() as stack:
         first = is_first()
-        with as_bad_arguments(datasets.DataError), progress("decode") if first else contextlib.nullcontext() as decoded:
+        decoding = progress("decode") if first else contextlib.nullcontext()
+        with as_bad_arguments(datasets.DataError, CheckpointError), decoding as decoded:
             each = [seed] if seeds is None else _parse_seeds(seeds)
             names = [target] if target else [] if targets is None else list(datasets.expand(targets.split(",")))
             setup = prepare(
@@ -170,6 +176,7 @@ def train(
                 norm=norm,
                 size=size,
                 area=crop_area,
+                start=start,
                 seed=each[0],
                 root=data_root,
                 limit=limit,
@@ -186,8 +193,7 @@ def train(
         elif targets is not None:
             folders = [out / name for name in names]
             each *= len(names)
-        loaded = None if start is None else load(start)
-        nets = [setup.build(one) if loaded is None else copy.deepcopy(loaded) for one in each]
+        nets = [setup.build(one) for one in each]
         if first:
             for line in setup.skipped:
                 typer.echo(f"left out: {line}", err=True)
@@ -205,6 +211,12 @@ def train(
     if first:
         for net, folder in zip(nets, folders, strict=True):
             typer.echo(f"{folder / 'network.safetensors'}: {tell(net.card.record['epochs'][-1])}")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option that has a default was written on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _parse_seeds(text: str) -> list[int]:
@@ -257,7 +269,8 @@ def predict(
 
     A picture's central square is scaled to the network's size. The last
     column is the change, by adaptation, of the probability of the class that
-    is predicted after it.
+    is predicted after it. A picture that cannot be read is named and left
+    out; the exit code is then 1.
 
     Examples:
       testtime predict cat.jpg
@@ -268,6 +281,7 @@ def predict(
     import json
     from dataclasses import asdict
 
+    from testtime.data import DataError
     from testtime.networks import load
     from testtime.predict import default_network, find_pictures, prepare_adapter, tell
     from testtime.predict import predict as predict_pictures
@@ -284,12 +298,25 @@ def predict(
         adapter = prepare_adapter(
             net, online, together, preset=preset, steps=steps, lr=lr, copies=copies, threshold=threshold, seed=seed
         )
-    answers = predict_pictures(adapter, net.card, pictures, together)
+    unread: list[str] = []
+
+    def skip(fault: DataError) -> None:
+        unread.append(str(fault))
+        typer.echo(f"error: {fault}", err=True)
+
+    answers = predict_pictures(adapter, net.card, pictures, together, skip)
     if as_json:
-        typer.echo(json.dumps({"network": name, "answers": [asdict(answer) for answer in answers]}, indent=1))
-        return
-    for answer in answers:
-        typer.echo(tell(answer))
+        found = []
+        with progress("pictures") as report:
+            for answer in answers:
+                found.append(asdict(answer))
+                report(len(found) + len(unread), len(pictures))
+        typer.echo(json.dumps({"network": name, "answers": found, "unread": unread}, indent=1))
+    else:
+        for answer in answers:
+            typer.echo(tell(answer))
+    if unread:
+        raise typer.Exit(1)
 
 
 def info(

@@ -73,11 +73,8 @@ class Folder:
             return
         about = {"format": _FORMAT, "configuration": self.configuration, "history": history}
         tensors = {name: tensor.cpu().contiguous() for name, tensor in training.state().items()}
-        try:
-            with whole_file(self.checkpoint) as temporary:
-                save_file(tensors, temporary, metadata={_KEY: json.dumps(about)})
-        except SafetensorError as error:  # its way of saying that the disk is full
-            raise OSError(f"{self.checkpoint}: cannot be written ({error})") from None
+        with whole_file(self.checkpoint) as temporary:
+            save_file(tensors, temporary, metadata={_KEY: json.dumps(about)})
         self._write_record(history, training.device)
 
     def _write_record(self, history: list[dict[str, Any]], device: torch.device) -> None:

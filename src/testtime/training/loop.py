@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor, distributed
 from testtime.capture import arithmetic
 from testtime.data.sets import TestSet
 from testtime.networks.ynet import YNet
+from testtime.storage import hold_folder
 from testtime.training.folder import Folder, make_record
 from testtime.training.pool import Pool
 from testtime.training.processes import rank, world
@@ -58,6 +60,7 @@ def train(
 
     Raises:
         ValueError: The arguments do not fit together, or the folder holds a run of another configuration.
+        FolderError: Another process is at work in the folder.
         CheckpointError: The folder's checkpoint cannot be read.
         TrainingError: The loss is no longer finite; the last good checkpoint is kept.
     """
@@ -104,6 +107,7 @@ def train_together(
 
     Raises:
         ValueError: As for `train`, or there are not as many of one thing as of another.
+        FolderError: Another process is at work in one of the folders.
         CheckpointError: A folder's checkpoint cannot be read.
         TrainingError: The loss of one is no longer finite; the last good checkpoints of all are kept.
     """
@@ -135,15 +139,18 @@ def train_together(
         configuration = training.describe(held_out)
         folder = None if folders is None else Folder(Path(folders[place]), configuration)
         runs.append(_Run(training, configuration, folder))
-    for run in runs:
-        run.load()
-    for run in runs:
-        if run.folder is not None:
-            run.folder.begin(run.history, device)
-    for group, until in _groups(runs, recipe.epochs):
-        _train_group(group, until, held_out, progress)
-    for run in runs:
-        run.finish()
+    with contextlib.ExitStack() as stack:
+        for folder in folders or () if rank() == 0 else ():
+            stack.enter_context(hold_folder(folder))
+        for run in runs:
+            run.load()
+        for run in runs:
+            if run.folder is not None:
+                run.folder.begin(run.history, device)
+        for group, until in _groups(runs, recipe.epochs):
+            _train_group(group, until, held_out, progress)
+        for run in runs:
+            run.finish()
     return list(nets)
 
 

@@ -8,6 +8,7 @@ images are the central crop of the same, as in the paper.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from testtime.data import folder, imagenet
 from testtime.data.folder import PictureSet
 from testtime.data.sets import OnBad, TensorSet, TestSet, check_on_bad
 from testtime.networks.resnet import resnet18, resnet26, resnet50
-from testtime.networks.ynet import YNet
+from testtime.networks.ynet import YNet, load
+from testtime.storage import find_differences
 from testtime.training import pool
 from testtime.training.recipe import Recipe
 
@@ -32,11 +34,11 @@ class Setup:
     """What `prepare` gives: everything `train` needs.
 
     Attributes:
-        net: The untrained network.
+        net: The network that training starts from.
         source: The training set.
         test: The test set, or None.
         recipe: The recipe for them.
-        build: Makes the untrained network of another seed.
+        build: Makes the network that training starts from, of another seed.
     """
 
     net: YNet
@@ -59,6 +61,7 @@ def prepare(
     norm: Literal["group", "batch"] = "group",
     size: int | None = None,
     area: float | None = None,
+    start: str | Path | None = None,
     seed: int = 0,
     root: str | Path | None = None,
     limit: int | None = None,
@@ -78,6 +81,8 @@ def prepare(
         size: Side of the images that the network sees of pictures; by default what the network is made for.
         area: The smallest share of a photograph that a random crop takes, for the networks that see such crops; 0.08 by
             default. A small set is learned sooner from larger crops.
+        start: A network file, or a shipped network's name, to start from instead of random weights; of the architecture
+            that the other arguments ask for.
         seed: Seed of the initial weights, and of the recipe.
         root: Where data sets are looked for.
         limit: Train on no more than this many samples, chosen by hash.
@@ -88,7 +93,8 @@ def prepare(
         progress: Told how many of how many pictures of a set are decoded.
 
     Raises:
-        ValueError: A name or a number is wrong.
+        ValueError: A name or a number is wrong, or `start` is another network than asked for.
+        CheckpointError: The file of `start` is missing or damaged.
         DataError: The data is not there or damaged.
     """
     builders = {"resnet26": resnet26, "resnet18": resnet18, "resnet50": resnet50}
@@ -100,6 +106,7 @@ def prepare(
     if limit is not None and limit < 1:
         raise ValueError(f"`limit` must be at least 1, got {limit}.")
     check_on_bad(on_bad)
+    loaded = None if start is None else load(start)
     size = size or (32 if network == "resnet26" else 224)
     crops = network != "resnet26"  # the others crop boxes of random size
     if area is not None and not (crops and 0 < area <= 1):
@@ -113,7 +120,13 @@ def prepare(
     source, test = keep(source), None if test is None else keep(test)
 
     def build(seed: int) -> YNet:
-        return _build(builders[network], network, data, source, norm, depth, size, area, seed)
+        fresh = _build(builders[network], network, data, source, norm, depth, size, area, seed)
+        if loaded is None:
+            return fresh
+        different = find_differences(loaded.card.architecture, fresh.card.architecture)
+        if different:
+            raise ValueError(f"{start} is another network than asked for ({'; '.join(different)}).")
+        return copy.deepcopy(loaded)
 
     if data == "digits":
         recipe = Recipe.digits(seed=seed)

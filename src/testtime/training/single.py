@@ -131,6 +131,11 @@ class Training:
     def _try(self) -> tuple[int, tuple[int, ...]]:
         """How many classes the network tells apart, and the shape of what it sees; finds out early whether all fits."""
         example = self.pools[0].take(torch.zeros(1, dtype=torch.int64, device=self.device))
+        if self.net.channels not in (None, example.shape[1]):  # one channel would be repeated without a word
+            raise ValueError(f"`images` have {example.shape[1]} channels, the network takes {self.net.channels}.")
+        if any(self.net.card.mean) or any(value != 1 for value in self.net.card.std):
+            for pool in self.pools:
+                pool.check_range()
         self.net.eval()
         key = Draws.of(0, torch.zeros(1, dtype=torch.int64, device=self.device))
         try:
