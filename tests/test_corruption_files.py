@@ -25,6 +25,7 @@ from testtime.corruptions import (
     files,
     write_gallery,
 )
+from testtime.storage import hold_folder
 
 
 def picture(number: int, height: int = 32, width: int = 40, gray: bool = False) -> np.ndarray:
@@ -76,6 +77,21 @@ def test_pictures_are_read_upright_in_gray_or_colour(tmp_path: Path):
     assert read(tmp_path / "gray.png").shape == (1, 32, 40)
     Image.fromarray(picture(1)).convert("P").save(tmp_path / "palette.png")
     assert read(tmp_path / "palette.png").shape == (3, 32, 40)
+
+
+def test_deep_gray_and_transparent_pictures_are_read_as_they_look(tmp_path: Path):
+    gray = picture(0, gray=True)
+    Image.fromarray(gray.astype(np.uint16) * 257).save(tmp_path / "deep.png")
+    assert torch.equal(read(tmp_path / "deep.png"), torch.from_numpy(gray)[None])
+    clear = np.dstack([picture(0), np.full(gray.shape, 255, np.uint8)])
+    clear[:4, :, 3] = 0
+    Image.fromarray(clear).save(tmp_path / "clear.png")
+    seen = read(tmp_path / "clear.png")
+    assert (seen[:, :4] == 255).all()
+    assert torch.equal(seen[:, 4:], torch.from_numpy(picture(0)).permute(2, 0, 1)[:, 4:])
+    Image.fromarray(gray.astype(np.float32) / 255).save(tmp_path / "float.tif")
+    with pytest.raises(FileError, match=r"float\.tif cannot be read as an image: .* of no known range"):
+        read(tmp_path / "float.tif")
 
 
 def test_the_input_is_never_written_over(tmp_path: Path):
@@ -170,7 +186,7 @@ def test_folders_without_pictures_are_errors(tmp_path: Path):
         next(corrupt_folder(tmp_path / "absent", tmp_path / "out", "fog", 1))
     Image.fromarray(picture(0)).save(tmp_path / "empty" / "one.png")
     (tmp_path / "taken").write_text("")
-    with pytest.raises(FileError, match="is a file; give a folder"):
+    with pytest.raises(FileError, match="is a file; name a folder"):
         next(corrupt_folder(tmp_path / "empty", tmp_path / "taken", "fog", 1))
 
 
@@ -235,6 +251,42 @@ for step in corrupt_cifar(images, labels, sys.argv[1], names=("contrast", "fog")
     whole = [name for name in tree(tmp_path / "c") if not name.endswith(".part")]
     assert whole == ["contrast.npy", "corruption.json", "labels.npy"]
     assert np.load(tmp_path / "c" / "contrast.npy", allow_pickle=False).shape == (20_000, 32, 32, 3)
+
+
+def test_cifar_is_written_block_after_block(tmp_path: Path):
+    # A file that has its full length from the start would meet a full disk only when its pages are written.
+    images, labels = torch.zeros(40, 3, 32, 32, dtype=torch.uint8), torch.zeros(40, dtype=torch.int64)
+    steps = corrupt_cifar(images, labels, tmp_path / "out", names=["contrast"], chunk=10)
+    for written, step in enumerate(steps):
+        for part in (tmp_path / "out").glob(".*.part"):
+            assert part.stat().st_size <= 128 + written * 10 * 3072, step
+    assert np.load(tmp_path / "out" / "contrast.npy").shape == (200, 32, 32, 3)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks of folders there")
+def test_a_folder_is_one_process_and_what_a_killed_one_left_goes(folder: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / ".corruption.json.x.part").write_text("{")
+    with hold_folder(out), pytest.raises(FileError, match="another process is at work"):
+        list(corrupt_folder(folder, out, "contrast", 1))
+    assert tree(out) == [".corruption.json.x.part"]
+    list(corrupt_folder(folder, out, "contrast", 1))
+    (out / "a" / ".one.png.x.part").write_text("half")
+    (out / "a" / "one.png").unlink()
+    list(corrupt_folder(folder, out, "contrast", 1))
+    assert tree(out) == ["a/one.png", "a/two.png", "b/deep/three.png", "b/gray.png", "corruption.json", "zero.png"]
+
+
+def test_missing_frost_photographs_are_found_out_before_anything_is_written(folder: Path, tmp_path: Path):
+    images = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
+    for steps in (
+        corrupt_folder(folder, tmp_path / "out", "frost", 1, frost=tmp_path),
+        corrupt_cifar(images, torch.zeros(1, dtype=torch.int64), tmp_path / "out", frost=tmp_path),
+    ):
+        with pytest.raises(FileNotFoundError, match=r"has no frost1\.png"):
+            next(steps)
+    assert not (tmp_path / "out").exists()
 
 
 def test_cifar_checks_its_arguments(tmp_path: Path):

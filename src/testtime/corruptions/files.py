@@ -7,6 +7,7 @@ folder remembers the settings it was made with and does not mix them with others
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -18,11 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
+from testtime.corruptions.frost import read_photographs
 from testtime.corruptions.registry import CORRUPTIONS, SEVERITIES, Scale, corrupt, corrupt_chunks, severity_level
-from testtime.storage import whole_file, write_whole
+from testtime.storage import FolderError, hold_folder, whole_file, write_whole
 
 PICTURES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """Endings of the files that count as pictures."""
@@ -55,20 +57,19 @@ class Progress:
 
 
 def read_picture(path: PathLike) -> Image.Image:
-    """Open a picture in colour, or in gray if it is gray, upright.
+    """Open a picture in colour, or in gray if it is gray, upright; transparent parts become white.
 
     Raises:
-        FileError: If it is not a picture that Pillow reads.
+        FileError: If it is no picture, damaged, or too large.
     """
+    from testtime.data import pictures  # its sets are corrupted by this package, so it imports this module
+
+    if not os.path.exists(path):
+        raise FileError(f"{os.fspath(path)} does not exist.")
     try:
-        with Image.open(path) as opened:
-            upright = ImageOps.exif_transpose(opened)
-            gray = upright.mode in ("1", "L", "LA")
-            return upright.convert("L" if gray else "RGB")
-    except FileNotFoundError as error:
-        raise FileError(f"{os.fspath(path)} does not exist.") from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise FileError(f"{os.fspath(path)} cannot be read as an image: {error}") from error
+        return pictures.open_picture(path)
+    except pictures.DataError as error:
+        raise FileError(f"{error.path} cannot be read as an image: {error.fault}.") from None
 
 
 def picture_tensor(picture: Image.Image) -> Tensor:
@@ -192,9 +193,9 @@ def corrupt_folder(
     source, target = _apart(source, target)
     pictures = find_pictures(source)
     settings = {"name": name, "severity": severity, "seed": seed, "scale": scale, "frost": _frost_name(frost)}
-    _agree(target, settings)
     jobs = [(name, severity, target)]
-    yield from _corrupt_pictures(source, pictures, pictures, jobs, _as_it_is, 95, seed, scale, frost, device)
+    with _held(target, settings):
+        yield from _corrupt_pictures(source, pictures, pictures, jobs, _as_it_is, 95, seed, scale, frost, device)
 
 
 def corrupt_path(
@@ -272,9 +273,10 @@ def corrupt_imagenet(
     if len(set(outputs)) < len(outputs):
         double = next(path for path in outputs if outputs.count(path) > 1)
         raise FileError(f"{source} has two pictures that would both become {double}.")
-    _agree(target, {"layout": "imagenet-c", "seed": seed, "frost": _frost_name(frost)})
+    settings = {"layout": "imagenet-c", "seed": seed, "frost": _frost_name(frost)}
     jobs = [(name, severity, target / name / str(severity)) for name, severity in itertools.product(names, severities)]
-    yield from _corrupt_pictures(source, pictures, outputs, jobs, cut_middle, 85, seed, "imagenet", frost, device)
+    with _held(target, settings):
+        yield from _corrupt_pictures(source, pictures, outputs, jobs, cut_middle, 85, seed, "imagenet", frost, device)
 
 
 def corrupt_cifar(
@@ -318,18 +320,15 @@ def corrupt_cifar(
     checksum = 0
     for block in images.split(1024):
         checksum = zlib.crc32(block.cpu().numpy().tobytes(), checksum)
-    _agree(
-        target,
-        {
-            "layout": "cifar-10-c",
-            "seed": seed,
-            "frost": _frost_name(frost),
-            "shape": list(images.shape),
-            "checksum": checksum,
-        },
-    )
+    settings = {
+        "layout": "cifar-10-c",
+        "seed": seed,
+        "frost": _frost_name(frost),
+        "shape": list(images.shape),
+        "checksum": checksum,
+    }
     total = len(names) * len(SEVERITIES) * count
-    try:
+    with _held(target, settings):
         if not (target / "labels.npy").is_file():
             kind = np.uint8 if not count or int(labels.max()) < 256 else np.int64
             with whole_file(target / "labels.npy") as temporary, open(temporary, "wb") as file:
@@ -340,22 +339,17 @@ def corrupt_cifar(
         for name in names:
             if name in finished:
                 continue
-            with whole_file(target / f"{name}.npy") as temporary:
-                shape = (len(SEVERITIES) * count, height, width, 3)
-                array = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
+            with whole_file(target / f"{name}.npy") as temporary, open(temporary, "wb") as file:
+                # Block after block, and not through a map of the file: there a full disk would end the process.
+                head = {"descr": "|u1", "fortran_order": False, "shape": (len(SEVERITIES) * count, height, width, 3)}
+                np.lib.format.write_array_header_1_0(file, head)
                 for severity in SEVERITIES:
-                    start = (severity - 1) * count
-                    for part, block in corrupt_chunks(
+                    for _, block in corrupt_chunks(
                         images, name, severity, seed=seed, scale="cifar", frost=frost, chunk=chunk, device=device
                     ):
-                        rows = slice(start + part.start, start + part.stop)
-                        array[rows] = block.permute(0, 2, 3, 1).cpu().numpy()
+                        file.write(block.permute(0, 2, 3, 1).contiguous().cpu().numpy().data)
                         done += len(block)
                         yield Progress(done, total, f"{name} {severity}")
-                array.flush()
-                del array  # closes the map before the file gets its name
-    except OSError as error:
-        raise FileError(f"{target} cannot be written: {error}") from error
 
 
 def cut_middle(picture: Image.Image) -> Image.Image:
@@ -431,14 +425,31 @@ def _apart(source: PathLike, target: PathLike) -> tuple[Path, Path]:
 
 
 def _frost_name(frost: PathLike | None) -> str | None:
-    return None if frost is None else str(Path(frost).resolve())
+    """What a folder's settings say of the frost; photographs that are not all there are found out now."""
+    if frost is None:
+        return None
+    read_photographs(frost)
+    return str(Path(frost).resolve())
+
+
+@contextlib.contextmanager
+def _held(target: Path, settings: dict[str, object]) -> Iterator[None]:
+    """Hold a folder that was made with the same settings or is new, less what a killed process was writing."""
+    try:
+        with hold_folder(target):
+            _agree(target, settings)
+            for part in target.rglob(".*.part"):
+                part.unlink(missing_ok=True)
+            yield
+    except FolderError as error:
+        raise FileError(str(error)) from None
+    except OSError as error:
+        raise FileError(f"{target} cannot be written: {error}") from error
 
 
 def _agree(target: Path, settings: dict[str, object]) -> None:
     """Note the settings in a new folder; refuse one that was made with others."""
     note = target / _SETTINGS
-    if target.exists() and not target.is_dir():
-        raise FileError(f"{target} is a file; give a folder to write to.")
     if note.is_file():
         try:
             found = json.loads(note.read_text())
@@ -454,9 +465,6 @@ def _agree(target: Path, settings: dict[str, object]) -> None:
                 + "; choose another folder."
             )
         return
-    if target.is_dir() and any(target.iterdir()):
+    if any(not entry.name.endswith(".part") for entry in target.iterdir()):
         raise FileError(f"{target} is not empty and holds no {_SETTINGS} of an earlier run; choose another folder.")
-    try:
-        write_whole(note, json.dumps(settings, indent=2) + "\n")
-    except OSError as error:
-        raise FileError(f"{target} cannot be written: {error}") from error
+    write_whole(note, json.dumps(settings, indent=2) + "\n")

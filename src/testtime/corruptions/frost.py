@@ -80,7 +80,7 @@ def frost_textures(
 
 @functools.lru_cache(maxsize=8)
 def _prepared(scale: str, size: tuple[int, int], folder: str | None, device: str) -> tuple[Tensor, ...]:
-    textures = make_textures() if folder is None else _photographs(folder)
+    textures = make_textures() if folder is None else read_photographs(folder)
     if scale == "cifar":
         textures = tuple(texture[:, 2::5, 2::5] for texture in textures)
     return tuple(_enlarge(texture, size).contiguous().to(device) for texture in textures)
@@ -96,8 +96,13 @@ def _enlarge(texture: Tensor, size: tuple[int, int]) -> Tensor:
     return scaled[0].round_().to(torch.uint8)
 
 
-def _photographs(folder: str) -> tuple[Tensor, ...]:
-    """The five photographs of a folder, uint8 `(3, h, w)` each."""
+def read_photographs(folder: str | os.PathLike[str]) -> tuple[Tensor, ...]:
+    """The five photographs of a folder, uint8 `(3, h, w)` each.
+
+    Raises:
+        FileNotFoundError: If one is missing.
+        ValueError: If one cannot be read.
+    """
     photographs = []
     for name in PHOTOGRAPHS:
         path = next((p for ending in _ENDINGS if (p := Path(folder, name + ending)).is_file()), None)

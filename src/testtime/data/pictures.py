@@ -47,6 +47,14 @@ Source = str | os.PathLike[str] | BinaryIO
 Resize = int | Literal["stretch"]
 
 
+def open_picture(source: Source, limit: int = PIXEL_LIMIT) -> Image.Image:
+    """A picture as it is, upright, in RGB or, if it is gray, in 8-bit gray; arguments and errors of `read_picture`."""
+    with _opened(source, limit) as image:
+        picture = _to_rgb(image, source)
+        is_gray = image.mode in ("1", "L", "LA", "La") or image.mode.startswith("I")
+        return picture.convert("L") if is_gray else picture
+
+
 def read_picture(source: Source, limit: int = PIXEL_LIMIT) -> Tensor:
     """A picture as it is, in RGB.
 
