@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -227,6 +229,21 @@ def test_packing_starts_over_when_the_part_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "images.part").write_bytes(content)
     source.breaks_at = -1
     assert pack(source, tmp_path, block=3).images(slice(None)).equal(source.images(slice(None)))
+
+
+def test_a_full_disk_is_told_with_the_folder_and_packing_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source = Counting()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fill)
+        with pytest.raises(DataError, match=r"packed: cannot be written \(No space left on device\)"):
+            pack(source, tmp_path / "packed", block=3)
+    assert not (tmp_path / "packed" / "index.json").exists()
+    assert pack(source, tmp_path / "packed", block=3).images(slice(None)).equal(source.images(slice(None)))
 
 
 def test_damaged_packs(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import testtime as tt
 from report_runs import make_benchmark
 from testtime.cli import run as run_command
+from testtime.cli.diagnose import diagnose as command
 from testtime.data.corrupted import Corrupted
 from testtime.data.sets import TensorSet, TestSet
 from testtime.diagnose import Diagnosis, diagnose, diagnose_all, find_hints, find_reference, measure_reference
@@ -425,3 +426,16 @@ def test_a_runs_page_takes_diagnoses_in(net: tt.YNet, tmp_path: Path, capsys: py
     capsys.readouterr()
     assert run_command([*arguments, "--diagnosis", str(tmp_path / "none.json")]) == 1
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_the_examples_of_the_help_that_need_no_download_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = [line.split() for line in (command.__doc__ or "").splitlines() if "testtime diagnose" in line]
+    shipped = [words[1:] for words in examples if "digits" in " ".join(words)]
+    assert shipped
+    for words in shipped:
+        assert run_command([*words, "--limit", "32", "--trial", "32"]) == 0, capsys.readouterr().err
+    assert run_command([*shipped[0], "--trial", "31"]) == 2
+    assert "greater than or equal to 32" in capsys.readouterr().err

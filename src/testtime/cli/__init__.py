@@ -1,6 +1,6 @@
 """The command line: arguments in, library calls, results out. No logic lives here.
 
-Every command imports what it needs inside itself, so that `testtime --help` does not wait for torch. A command lets
+Every command imports what it needs inside itself, so that one works where another's extras are missing. A command lets
 exceptions pass: `main` turns them into one line on standard error and an exit code (2 for bad arguments, 1 for what
 failed, 130 for Ctrl-C); `TESTTIME_DEBUG=1` shows the stack instead. Long work reports through `progress`.
 """

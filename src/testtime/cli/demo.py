@@ -1,4 +1,4 @@
-"""`testtime demo`: the three minutes that show what it is about."""
+"""`testtime demo`: the two minutes that show what it is about."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def demo(
 ) -> None:
     """Train on the built-in digits, shift the test digits, adapt, and write a page.
 
-    It needs no download and no GPU, and takes two to three minutes on two cores.
+    It needs no download and no GPU, and takes one to two minutes on two cores.
     OUT/index.html is the page, OUT/network.safetensors the network, OUT/run the
     records of every digit and OUT/summary.json their sum. Run it again to go on
     after an interruption.

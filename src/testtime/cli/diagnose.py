@@ -26,8 +26,8 @@ def diagnose(
             help="A set or folder like the training data.", show_default="what it was trained on, or its card's record"
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many images of each set.")] = 500,
-    trial: Annotated[int, typer.Option(min=1, help="Length of the stream that is tried out.")] = 200,
+    limit: Annotated[int, typer.Option(min=32, help="At most so many images of each set.")] = 500,
+    trial: Annotated[int, typer.Option(min=32, help="Length of the stream that is tried out.")] = 200,
     steps: Annotated[int, typer.Option(min=1, help="Gradient steps on each image of it.")] = 1,
     lr: Annotated[float, typer.Option(help="Its learning rate.")] = 0.001,
     threshold: Annotated[float, typer.Option(min=0, max=1, help="The gate's threshold.")] = 0.9,
@@ -50,8 +50,8 @@ def diagnose(
 
     Examples:
       testtime diagnose --data photos/ -c runs/photos/network.safetensors
-      testtime diagnose --data digits --data digits-c/fog/5 --out diagnosis
-      testtime diagnose --data digits-c/contrast/5 --json
+      testtime diagnose --data cifar10 --data cifar10-c/fog/5 --out diagnosis
+      testtime diagnose --data digits-c/fog/5 -c digits-resnet8-gn-joint --json
     """
     import json
 

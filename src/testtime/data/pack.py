@@ -111,7 +111,7 @@ def pack(
         The packed set, memory-mapped.
 
     Raises:
-        DataError: A picture of the source cannot be read.
+        DataError: A picture of the source cannot be read, or the folder cannot be written.
     """
     if source.right is not None:
         raise ValueError(f"{source.name} has several right labels a sample and cannot be packed.")
@@ -128,7 +128,10 @@ def pack(
             if (folder / "index.json").exists():
                 log.info("%s is packed anew", folder)
             header = {"format": _FORMAT, "fingerprint": source.fingerprint(), "block": block}
-            _write(source, folder, header, progress, on_bad)
+            try:
+                _write(source, folder, header, progress, on_bad)
+            except OSError as error:
+                raise DataError(folder, f"cannot be written ({error.strerror or error})") from None
     packed = open_packed(folder)
     if packed.lost and (on_bad == "fail" or not len(packed)):
         raise DataError(folder, f"was packed without {len(packed.lost)} files that cannot be read; {packed.lost[0]}")
