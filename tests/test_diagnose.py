@@ -350,7 +350,7 @@ def test_a_folder_without_labels_will_do(tmp_path: Path, capsys: pytest.CaptureF
     ("arguments", "code", "words"),
     [
         (["--data", "nothing"], 2, "must be one of"),
-        (["--data", "digits", "--limit", "3"], 2, "`limit` must be at least 32, got 3"),
+        (["--data", "digits", "--limit", "3"], 2, "greater than or equal to 32"),
         (["--data", "digits", "--reference", "nothing"], 2, "must be one of"),
         (["--data", "digits", "--lr", "0"], 2, "`lr` must be positive"),
         (["--data", "cifar10", "--data-root", "/nowhere"], 1, "cifar"),
