@@ -222,6 +222,25 @@ def test_outputs_seed_and_card_of_a_split() -> None:
     assert torch.allclose(normalised(pictures()), model(by_hand), atol=1e-5)
 
 
+def test_a_split_model_of_another_precision_normalises_in_it() -> None:
+    torch.manual_seed(0)
+    model = Residual().double()
+    net = split(model, "norm", mean=(0.5,), std=(0.25,))
+    pixels = (pictures() * 255).to(torch.uint8)
+    assert torch.equal(net(pixels), model((pixels.double() / 255 - 0.5) / 0.25))
+    assert net.self_supervise(pixels).dtype == torch.float64
+
+
+def test_a_normalisation_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`mean` must have a number for each of 3 channels, got 2"):
+        split(Residual(), "norm", mean=(0.5, 0.5))
+    with pytest.raises(ValueError, match=r"`std` must have a number for each of 3 channels, got 4"):
+        split(Residual(), "norm", std=(0.5,) * 4)
+    for std in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"`std` must be positive"):
+            split(Residual(), "norm", std=(0.5, 0.5, std))
+
+
 def test_a_layer_on_one_side_of_a_shortcut_is_no_cut_and_the_cuts_are_named() -> None:
     with pytest.raises(ValueError, match=r"cannot be split behind 'left'. It can be split at: stem, norm, top"):
         split(Residual(), "left")

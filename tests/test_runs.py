@@ -378,7 +378,11 @@ def test_a_folder_of_pictures_has_the_networks_classes(networks: dict[str, str],
     assert (unit.set_name, unit.columns()["label"].tolist()) == ("folder/photos", [1, 1, 2, 2])
     assert run.about["files"]["folders"] == {"folder/photos": str(tmp_path / "photos")}
     # Pictures without classes have no labels and no verdicts.
-    plain = run_plan(make_plan(**arguments, data=[str(tmp_path / "photos" / "bee")]), tmp_path / "unlabelled")
+    told: list[str] = []
+    bees = make_plan(**arguments, data=[str(tmp_path / "photos" / "bee")])
+    plain = run_plan(bees, tmp_path / "unlabelled", progress=lambda done, total, text: told.append(text))
+    assert "2/2 images" in told[-1]
+    assert "error" not in told[-1]
     columns = plain.units[0].columns()
     assert columns["label"].tolist() == [-1, -1]
     assert columns["is_right"].tolist() == columns["was_right"].tolist() == [0, 0]

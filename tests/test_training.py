@@ -506,6 +506,16 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, damage: str) ->
     assert_same(weights(net), before)
 
 
+def test_what_is_no_tensor_is_refused_by_its_name() -> None:
+    images, labels = pictures()
+    array: Any = images.numpy()
+    with pytest.raises(TypeError, match=r"`images` must be a tensor or a set of testtime\.data, got ndarray"):
+        train(small_net(), array, labels, SHORT)
+    numbers: Any = labels.tolist()
+    with pytest.raises(TypeError, match="The labels of `images` must be a tensor, got list"):
+        train(small_net(), images, numbers, SHORT)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks of folders there")
 def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
     with hold_folder(tmp_path), pytest.raises(FolderError, match="another process is at work"):

@@ -22,6 +22,7 @@ from testtime.data.sets import DataError, OnBad, TensorSet, TestSet, check_on_ba
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_SHOWN = 10
 _KNOWN: dict[tuple[str, str], dict[int, DataError]] = {}  # what `PictureSet.faults` found, by folder and fingerprint
 
 
@@ -287,7 +288,8 @@ def list_classes(
         classes = found
     strangers = sorted(set(found) - set(classes))
     if strangers:
-        raise DataError(folder / strangers[0], "not one of the classes asked for")
+        known = ", ".join(classes[:_SHOWN]) + ("…" if len(classes) > _SHOWN else "")
+        raise DataError(folder / strangers[0], f"not one of the classes asked for ({known})")
     files: list[str] = []
     counts: list[int] = []
     notes: list[str] = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -59,6 +60,10 @@ class Card:
     augment: dict[str, Any] = field(default_factory=lambda: {"name": "crop-flip"})
     record: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(value) and value > 0 for value in self.std):
+            raise ValueError(f"`std` must be positive, got {self.std}.")
+
 
 class YNet(nn.Module):
     """A shared encoder with a classifier branch and a self-supervised branch.
@@ -68,6 +73,9 @@ class YNet(nn.Module):
         classifier: θm, from features to class logits `(N, K)`.
         ssl: θs, from features to the task's outputs `(N, outputs)`.
         card: What to remember about the network; its `mean` and `std` normalise the images.
+
+    Raises:
+        ValueError: `mean` or `std` do not fit the encoder's channels.
     """
 
     mean: Tensor
@@ -79,6 +87,10 @@ class YNet(nn.Module):
         self.classifier = classifier
         self.ssl = ssl
         self.card = card or Card()
+        for name in ("mean", "std"):
+            count = len(getattr(self.card, name))
+            if count != 1 and count != (self.channels or count):
+                raise ValueError(f"`{name}` must have a number for each of {self.channels} channels, got {count}.")
         self.register_buffer("mean", torch.tensor(self.card.mean).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(self.card.std).view(-1, 1, 1), persistent=False)
 
@@ -277,6 +289,7 @@ def split(
     if augment is not None:
         card = replace(card, augment=augment)
     net = YNet(encoder, head, ssl, card).to(layer.weight.device)
+    net.mean, net.std = net.mean.to(layer.weight.dtype), net.std.to(layer.weight.dtype)
     return net.train(model.training)
 
 

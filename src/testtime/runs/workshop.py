@@ -45,12 +45,14 @@ class Facts:
         count: How many of its images the run takes.
         shape: `(C, H, W)` of its images.
         skipped: A line for each of its files that was left out because it cannot be read.
+        labelled: Whether it has labels.
     """
 
     fingerprint: str
     count: int
     shape: tuple[int, int, int]
     skipped: tuple[str, ...] = ()
+    labelled: bool = True
 
 
 class Workshop:
@@ -153,7 +155,8 @@ class Workshop:
         if name not in self._facts:
             found = self.open(name)
             count = len(found) if self.plan.limit is None else min(self.plan.limit, len(found))
-            self._facts[name] = Facts(found.fingerprint(), count, found.shape, found.skipped)
+            labelled = found.labels is not None or found.right is not None
+            self._facts[name] = Facts(found.fingerprint(), count, found.shape, found.skipped, labelled)
         return self._facts[name]
 
     def order(self, test_set: TestSet, seed: int) -> Tensor:

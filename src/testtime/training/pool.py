@@ -58,6 +58,10 @@ class Pool:
                 for numbers, pixels, _ in images.chunks(1024):
                     self.tensor[numbers[0] : numbers[-1] + 1] = pixels.to(device)
         else:
+            if not isinstance(images, Tensor):
+                raise TypeError(f"`{name}` must be a tensor or a set of testtime.data, got {type(images).__name__}.")
+            if labels is not None and not isinstance(labels, Tensor):
+                raise TypeError(f"The labels of `{name}` must be a tensor, got {type(labels).__name__}.")
             if images.dim() != 4 or not (images.dtype == torch.uint8 or images.is_floating_point()):
                 raise ValueError(
                     f"`{name}` must be (N, C, H, W), uint8 or floats in [0, 1], got {images.dtype} "
