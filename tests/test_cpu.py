@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from testtime import cpu
 from testtime.cpu import build
 from testtime.networks import resnet26
 from testtime.networks.replicas import PARTS, Replicas
+from testtime.networks.tall import Stacking, heighten
 from testtime.randomness import Draws
 from testtime.streams import Streams
 
@@ -202,6 +203,71 @@ def test_parameters_may_lie_anywhere() -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("shape", [(1, 16, 4, 4), (3, 16, 4, 4), (2, 32, 4, 4), (2, 3, 4, 4), (0, 16, 4, 4)])
+def test_images_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
+    """Fewer than there are replicas, not as many for each, of other channels, or none."""
+    x, weight, norm = torch.zeros(shape), torch.zeros(2, 16, 16, 3, 3), norm_of(2, 16)
+    for form in (
+        lambda: cpu.convolve(x, [cpu.Convolution(weight)]),
+        lambda: cpu.convolve(x, [cpu.Convolution(weight, norm)] * 2),
+        lambda: cpu.convolve_strided(x, weight, 2, 1),
+        lambda: cpu.group_norm(x, norm),
+    ):
+        with pytest.raises(ValueError, match="do not fit a layer of 2 replicas and 16 channels"):
+            form()
+
+
+@needs_compiler
+def test_images_too_large_for_the_kernels_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 2³⁰ numbers; here with a smaller bound, since they fill the memory."""
+    x = numbers(0, 1, 16, 8, 8)
+    for layer in (nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.Conv2d(16, 32, 3, bias=False), nn.GroupNorm(8, 16)):
+        tall, channels = heighten(layer, Stacking(1)), 32 if isinstance(layer, nn.Conv2d) else 16
+        monkeypatch.setattr(cpu, "LARGEST", channels * 8 * 8 + 1)
+        compiled = tall(x)
+        monkeypatch.setattr(cpu, "LARGEST", 16 * 8 * 8)
+        assert torch.equal(tall(x), layer(x))
+        assert not torch.equal(compiled, layer(x))
+        assert torch.allclose(compiled, layer(x), atol=1e-5)
+
+
+@needs_compiler
+def test_a_million_and_a_half_images() -> None:
+    """More parts than 32 bits can count with."""
+    x, weight = numbers(0, 1000, 1500, 16).view(-1, 16, 1, 1), numbers(1, 1, 16, 16, 3, 3)
+    y = cpu.convolve(x, [cpu.Convolution(weight)])
+    assert torch.allclose(y.flatten(1), x.flatten(1) @ weight[0, :, :, 1, 1].T, atol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says there how much is used")
+def test_too_little_memory_is_an_error() -> None:
+    """Not the end of the process; the filters of this convolution take 9 MB when they are transformed."""
+    code = """if True:
+        import resource, torch
+        from testtime import cpu
+        torch.set_num_threads(1)
+        x, weight = torch.ones(1, 256, 4, 4), torch.ones(1, 256, 256, 3, 3)
+        cpu.convolve(x[:, :16], [cpu.Convolution(weight[:, :16, :16])])
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**21, resource.RLIM_INFINITY))
+        for form in (
+            lambda: cpu.convolve(x, [cpu.Convolution(weight)]),
+            lambda: cpu.convolve_strided(x, weight, 1, 1),
+        ):
+            try:
+                form()
+            except MemoryError as error:
+                print(error)
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        print(round(float(cpu.convolve(x, [cpu.Convolution(weight)])[0, 0, 1, 1])))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    message = "there is not enough memory for the kernels of testtime.cpu"
+    assert done.stdout.splitlines() == [message, message, "2304"], done.stderr
+
+
+@needs_compiler
 def test_no_images_have_no_answers() -> None:
     net = resnet26(depth=8, size=8, seed=1).eval()
     assert Replicas(net, 2, PARTS)(torch.zeros(2, 0, 3, 8, 8)).shape == (2, 0, 10)
@@ -295,11 +361,29 @@ def test_kernels_are_compiled_once_and_kept(caplog: pytest.LogCaptureFixture) ->
     assert [(path, path.stat().st_mtime_ns) for path in build.cache_folder().iterdir()] == [(kept, made)]
 
 
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
 @needs_compiler
 @pytest.mark.usefixtures("fresh")
-def test_without_a_place_to_keep_them_kernels_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocked = Path(os.environ["XDG_CACHE_HOME"])
-    blocked.write_text("a file where a folder should be")
+@pytest.mark.parametrize("place", ["a file", "a full disk", "nowhere"])
+def test_without_a_place_to_keep_them_kernels_are_compiled_all_the_same(
+    place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(build, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build._FLAGS))  # quick
+    cache = Path(os.environ["XDG_CACHE_HOME"])
+    if place == "a file":
+        cache.write_text("a file where a folder should be")
+    elif place == "a full disk":
+        full = tmp_path / "full-c++"
+        excuse = "echo 'ld: final link failed: No space left on device' >&2; exit 1"
+        full.write_text(f'#!/bin/sh\ncase "$*" in *"-o {cache}"*) {excuse};; esac\nexec {build.find_compiler()} "$@"\n')
+        full.chmod(0o755)
+        monkeypatch.setenv("CXX", str(full))
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", no_home)
     assert cpu.available()
     layer = cpu.Convolution(torch.zeros(1, 16, 16, 3, 3))
     assert torch.equal(cpu.convolve(torch.ones(1, 16, 2, 2), [layer]), torch.zeros(1, 16, 2, 2))

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from testtime.cpu.build import Chain, Filters, Layer, Norm, available, kernels
 
-__all__ = ["CHANNELS", "Convolution", "GroupNorm", "available", "convolve", "convolve_strided", "group_norm"]
+__all__ = ["CHANNELS", "LARGEST", "Convolution", "GroupNorm", "available", "convolve", "convolve_strided", "group_norm"]
 
 CHANNELS = (16, 32, 64, 128, 256)  # that `convolve` is compiled for
+LARGEST = 2**30  # an image must have fewer numbers, here and in every result: the kernels count them in 32 bits
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def convolve(x: Tensor, layers: Sequence[Convolution], plus: Tensor | None = Non
         layers: The convolutions; those in pairs have norms, and all norms as many groups.
         plus: Images of x's shape.
     """
-    assert len(layers) % 2 or plus is None
+    assert all(layer.norm is not None for layer in layers[len(layers) % 2 :])
+    assert plus is None or (len(layers) % 2 and plus.shape == x.shape and plus.dtype == x.dtype)
     if not torch.is_grad_enabled():
         x, layers = _channels_last(x), _in_rows(layers)
         return _forward(x, layers, _moments(x, layers), plus, None)
@@ -99,7 +101,7 @@ class _GroupNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: GroupNorm) -> Tensor:
         x, norm = _channels_last(x), _norm_in_rows(norm)
         y, moments = torch.empty_like(x), x.new_empty(len(x), norm.groups, 2)
-        kernels().norm_forward(_norm(x, norm, moments), x.data_ptr(), y.data_ptr(), *_sizes(x, norm.weight))
+        kernels().norm_forward(_norm(x, norm, moments), *_pointers(x, y), *_sizes(x, *norm.weight.shape))
         ctx.save_for_backward(x, norm.weight, norm.bias, moments)
         ctx.norm = norm
         return y
@@ -110,7 +112,7 @@ class _GroupNorm(torch.autograd.Function):
         x, weight, _, moments = ctx.saved_tensors
         grad, grad_x, parts = _channels_last(grads[0]), torch.empty_like(x), x.new_empty(len(x), 2, x.shape[1])
         pointers = _pointers(x, grad, grad_x, parts)
-        kernels().norm_backward(_norm(x, ctx.norm, moments), *pointers, *_sizes(x, weight))
+        kernels().norm_backward(_norm(x, ctx.norm, moments), *pointers, *_sizes(x, *weight.shape))
         return grad_x, *parts.unflatten(0, (len(weight), -1)).sum(1).unbind(1), None
 
 
@@ -151,7 +153,7 @@ class _ConvolveStrided(torch.autograd.Function):
         x, weight = _channels_last(x), weight if weight[0].is_contiguous() else weight.contiguous()
         sides = [(side + 2 * padding - 3) // stride + 1 for side in x.shape[2:]]
         y = torch.empty(len(x), weight.shape[1], *sides, memory_format=torch.channels_last)
-        count, images, threads = _sizes(x, weight)
+        count, images, threads = _sizes(x, len(weight), weight.shape[2])
         inner = x.shape[2], x.shape[3], x.shape[1], *sides, weight.shape[1]
         ctx.filters = Filters(count, images, *inner, stride, padding, threads, weight.stride(0))
         ctx.save_for_backward(x, weight)
@@ -183,7 +185,7 @@ def _forward(
 
 def _chain(x: Tensor, layers: Sequence[Convolution], moments: Tensor) -> Chain:
     array = (Layer * len(layers))(*(_layer(x, *both) for both in zip(layers, moments, strict=True)))
-    replicas, images, threads = _sizes(x, layers[0].weight)
+    replicas, images, threads = _sizes(x, *layers[0].weight.shape[:2])
     return Chain(array, len(layers), len(layers) % 2, replicas, images, *x.shape[2:], x.shape[1], threads)
 
 
@@ -206,10 +208,15 @@ def _pointers(*tensors: Tensor | None) -> list[int | None]:
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
-    """How many replicas, images of each, and threads."""
-    count = weight.shape[0]
-    return count, x.shape[0] // count, torch.get_num_threads()
+def _sizes(x: Tensor, count: int, channels: int) -> tuple[int, int, int]:
+    """How many replicas, images of each, and threads.
+
+    Raises:
+        ValueError: The images are none, not as many for each replica, or have other channels than the layer.
+    """
+    if x.numel() == 0 or len(x) % count or x.shape[1] != channels:
+        raise ValueError(f"Images {tuple(x.shape)} do not fit a layer of {count} replicas and {channels} channels.")
+    return count, len(x) // count, torch.get_num_threads()
 
 
 def _channels_last(x: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def _loaded() -> ctypes.CDLL | None:
     try:
         try:
             return load(build(compiler, cache_folder()))
-        except OSError:  # nothing can be kept there, or nothing run from there
+        except (OSError, RuntimeError):  # there is no such folder, it is full, or nothing can be run from there
             with tempfile.TemporaryDirectory(prefix="testtime-") as folder:
                 return load(build(compiler, Path(folder)))
     except (OSError, RuntimeError) as error:
@@ -146,8 +146,13 @@ def load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype, function.errcheck = arguments, ctypes.c_bool, _check
     return library
+
+
+def _check(enough: bool, *call: object) -> None:
+    if not enough:
+        raise MemoryError("there is not enough memory for the kernels of testtime.cpu")
 
 
 def _run(command: list[str]) -> str:

@@ -55,7 +55,8 @@ struct Part {
     int replica, first, end, image;
 
     Part(const Chain& chain, int replica, int part, int parts)
-        : replica(replica), first(chain.units() * part / parts), end(chain.units() * (part + 1) / parts),
+        : replica(replica), first(static_cast<int64_t>(chain.units()) * part / parts),
+          end(static_cast<int64_t>(chain.units()) * (part + 1) / parts),
           image(replica * chain.images + first * chain.per_unit()) {}
 };
 
@@ -152,9 +153,10 @@ struct Unit {
     }
 };
 
-// y takes the output; `inner`, if it is not null, those of the layers before the last, (layers - 1, N, H, W, C).
+// y takes the output; `inner`, if it is not null, those of the layers before the last, (layers - 1, N, H, W, C). False
+// if there is not the memory, as everywhere below.
 template <class W, int C>
-void forward(const Chain& chain, const float* x, const float* plus, float* inner, float* y) {
+bool forward(const Chain& chain, const float* x, const float* plus, float* inner, float* y) {
     constexpr size_t MATRICES = matrix<C>(W::PLACES);
     int least = chain.replicas < chain.threads ? chain.threads : 1;
     int parts = std::clamp(std::max(least, chain.tiles() / 128), 1, chain.units());
@@ -164,10 +166,10 @@ void forward(const Chain& chain, const float* x, const float* plus, float* inner
     size_t unit_size = static_cast<size_t>(chain.per_unit()) * size;
     size_t part_size = (chain.units() / parts + 1) * unit_size;
     size_t frame_size = static_cast<size_t>(chain.per_unit()) * chain.tiling(0).framed() * C;
+    size_t room_size = place<C>(W::PLACES + 1) + Norm::ROWS * C + frame_size + 2 * part_size;
     float* u = caller.get(static_cast<size_t>(sets) * chain.count * MATRICES);
-#pragma omp parallel num_threads(chain.threads)
-    {
-        float* products = worker.get(place<C>(W::PLACES + 1) + Norm::ROWS * C + frame_size + 2 * part_size);
+    if (!u) return false;
+    return work_together(chain.threads, room_size, [&](float* products) {
         float *room = products + place<C>(W::PLACES + 1), *frame = room + Norm::ROWS * C;
         float *middle = frame + frame_size, *between = middle + part_size;  // in a pair, and between pairs
         std::fill_n(frame, frame_size, 0.0f);
@@ -199,7 +201,7 @@ void forward(const Chain& chain, const float* x, const float* plus, float* inner
                 }
             }
         }
-    }
+    });
 }
 
 // From the gradient g by the output, and the inner outputs: the gradient dx by the input; `dplus` by what was added
@@ -208,7 +210,7 @@ void forward(const Chain& chain, const float* x, const float* plus, float* inner
 //
 // A replica's tiles are summed for dw in parts; how many depends on the sizes alone, and with it the order of the sums.
 template <class W, int C>
-void backward(const Chain& chain, const float* x, const float* inner, const float* g, float* dx, float* dplus,
+bool backward(const Chain& chain, const float* x, const float* inner, const float* g, float* dx, float* dplus,
               float* dw, float* norm_parts) {
     constexpr int ROWS = C * (C / LANES), TAPS = 9 * C * C;
     constexpr size_t MATRICES = matrix<C>(W::PLACES);
@@ -220,12 +222,12 @@ void backward(const Chain& chain, const float* x, const float* inner, const floa
     size_t frame_size = static_cast<size_t>(chain.per_unit()) * chain.tiling(0).framed() * C;
     float* u = caller.get(static_cast<size_t>(sets) * chain.count * MATRICES +
                           static_cast<size_t>(at_once) * parts * chain.count * TAPS);
+    if (!u) return false;
     float* partial = u + static_cast<size_t>(sets) * chain.count * MATRICES;  // (replicas, parts, layers, 9, C, C)
-#pragma omp parallel num_threads(chain.threads)
-    {
-        size_t frames = chain.units() / parts + 1;
-        float* products = worker.get(2 * place<C>(W::PLACES) + MATRICES + Norm::ROWS * C + (frames + 1) * frame_size +
-                                     unit_size + 2 * part_size);
+    size_t frames = chain.units() / parts + 1;
+    size_t room_size = 2 * place<C>(W::PLACES) + MATRICES + Norm::ROWS * C + (frames + 1) * frame_size + unit_size +
+                       2 * part_size;
+    return work_together(chain.threads, room_size, [&](float* products) {
         float *v = products, *r = products + place<C>(W::PLACES), *sums = r + place<C>(W::PLACES);
         float *room = sums + MATRICES, *frame = room + Norm::ROWS * C, *by_frames = frame + frame_size;
         float *by_normed = by_frames + frames * frame_size, *middle = by_normed + unit_size;
@@ -295,18 +297,20 @@ void backward(const Chain& chain, const float* x, const float* inner, const floa
                     for (int k = 0; k < 9; k++) filter[((o + lane) * C + i) * 9 + k] = taps[k][lane];
             }
         }
-    }
+    });
 }
 
 // Call a function with the kind of tiles and the number of channels as types.
 template <typename Function>
-void choose(const Chain& chain, Function function) {
-    auto with = [&](auto constant) { chain.side() == 4 ? function(Fours{}, constant) : function(Pairs{}, constant); };
-    if (chain.channels == 16) with(std::integral_constant<int, 16>{});
-    if (chain.channels == 32) with(std::integral_constant<int, 32>{});
-    if (chain.channels == 64) with(std::integral_constant<int, 64>{});
-    if (chain.channels == 128) with(std::integral_constant<int, 128>{});
-    if (chain.channels == 256) with(std::integral_constant<int, 256>{});
+bool choose(const Chain& chain, Function function) {
+    auto with = [&](auto constant) {
+        return chain.side() == 4 ? function(Fours{}, constant) : function(Pairs{}, constant);
+    };
+    if (chain.channels == 16) return with(std::integral_constant<int, 16>{});
+    if (chain.channels == 32) return with(std::integral_constant<int, 32>{});
+    if (chain.channels == 64) return with(std::integral_constant<int, 64>{});
+    if (chain.channels == 128) return with(std::integral_constant<int, 128>{});
+    return with(std::integral_constant<int, 256>{});
 }
 
 }  // namespace
@@ -314,44 +318,40 @@ void choose(const Chain& chain, Function function) {
 extern "C" {
 
 // y = GroupNorm(x), then ReLU if asked; fills in the moments.
-void norm_forward(const Norm* norm, const float* x, float* y, int replicas, int images, int threads) {
+bool norm_forward(const Norm* norm, const float* x, float* y, int replicas, int images, int threads) {
     int64_t size = static_cast<int64_t>(norm->pixels) * norm->channels;
-#pragma omp parallel num_threads(threads)
-    {
-        float* room = worker.get(Norm::ROWS * norm->channels);
+    return work_together(threads, Norm::ROWS * norm->channels, [&](float* room) {
 #pragma omp for schedule(static)
         for (int n = 0; n < replicas * images; n++) {
             norm->measure(x + n * size, n, room);
             norm->apply(x + n * size, y + n * size, norm->pixels, norm->pixels, n, n / images, room);
         }
-    }
+    });
 }
 
 // dx, and each image's part of the gradients by scale and shift, `parts` (N, 2, C).
-void norm_backward(const Norm* norm, const float* x, const float* g, float* dx, float* parts, int replicas, int images,
+bool norm_backward(const Norm* norm, const float* x, const float* g, float* dx, float* parts, int replicas, int images,
                    int threads) {
     int64_t size = static_cast<int64_t>(norm->pixels) * norm->channels;
-#pragma omp parallel num_threads(threads)
-    {
-        float* room = worker.get(Norm::ROWS * norm->channels);
+    return work_together(threads, Norm::ROWS * norm->channels, [&](float* room) {
 #pragma omp for schedule(static)
         for (int n = 0; n < replicas * images; n++) {
             float* part = parts + static_cast<int64_t>(n) * 2 * norm->channels;
             norm->differentiate(x + n * size, g + n * size, nullptr, dx + n * size, part, n, n / images, room);
         }
-    }
-}
-
-void chain_forward(const Chain* chain, const float* x, const float* plus, float* inner, float* y) {
-    choose(*chain, [&](auto tiles, auto constant) {
-        forward<decltype(tiles), decltype(constant)::value>(*chain, x, plus, inner, y);
     });
 }
 
-void chain_backward(const Chain* chain, const float* x, const float* inner, const float* g, float* dx,
+bool chain_forward(const Chain* chain, const float* x, const float* plus, float* inner, float* y) {
+    return choose(*chain, [&](auto tiles, auto constant) {
+        return forward<decltype(tiles), decltype(constant)::value>(*chain, x, plus, inner, y);
+    });
+}
+
+bool chain_backward(const Chain* chain, const float* x, const float* inner, const float* g, float* dx,
                     float* dplus, float* dw, float* norm_parts) {
-    choose(*chain, [&](auto tiles, auto constant) {
-        backward<decltype(tiles), decltype(constant)::value>(*chain, x, inner, g, dx, dplus, dw, norm_parts);
+    return choose(*chain, [&](auto tiles, auto constant) {
+        return backward<decltype(tiles), decltype(constant)::value>(*chain, x, inner, g, dx, dplus, dw, norm_parts);
     });
 }
 }

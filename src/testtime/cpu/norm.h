@@ -2,9 +2,11 @@
 
 #pragma once
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <vector>
+#include <memory>
+#include <new>
 
 namespace {
 
@@ -25,19 +27,39 @@ inline void store(float* to, Vector value) { *reinterpret_cast<Unaligned*>(to) =
 
 // Memory of a thread's own that is kept from call to call; aligned as vectors like it.
 class Scratch {
-    std::vector<float> memory;
+    std::unique_ptr<float[]> memory;
+    size_t size = 0;
 
    public:
-    float* get(size_t size) {
+    // Null if there is not so much.
+    float* get(size_t wanted) {
         constexpr size_t LINE = 64;  // bytes
-        if (memory.size() < size + LINE / sizeof(float)) memory.resize(size + LINE / sizeof(float));
-        auto address = reinterpret_cast<uintptr_t>(memory.data());
+        if (!memory || size < wanted) {
+            memory.reset();
+            memory.reset(new (std::nothrow) float[wanted + LINE / sizeof(float)]);
+            size = wanted;
+        }
+        auto address = reinterpret_cast<uintptr_t>(memory.get());
         return reinterpret_cast<float*>((address + LINE - 1) / LINE * LINE);
     }
 };
 
 thread_local Scratch worker;  // for each thread that works on images
 thread_local Scratch caller;  // for the one that called, shared with those while they work
+
+// Call work(room) in each of some threads, with room for so many numbers; false, and nothing done, without the memory.
+template <typename Work>
+bool work_together(int threads, size_t size, Work work) {
+    std::atomic<bool> enough{true};
+#pragma omp parallel num_threads(threads)
+    {
+        float* room = worker.get(size);
+        if (!room) enough = false;
+#pragma omp barrier
+        if (enough) work(room);
+    }
+    return enough;
+}
 
 // The sums of COUNT terms over the pixels of an image, for one vector of channels; term(pixel, values) gives them.
 template <int COUNT, typename Term>

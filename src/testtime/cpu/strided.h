@@ -134,15 +134,14 @@ void add_taps(const Filters& f, const float* x, const float* g, float* sums) {
 
 extern "C" {
 
-// y = the convolution of x with each replica's filters.
-void strided_forward(const Filters* filters, const float* x, const float* w, float* y) {
+// y = the convolution of x with each replica's filters. False if there is not the memory, as below.
+bool strided_forward(const Filters* filters, const float* x, const float* w, float* y) {
     const Filters& f = *filters;
     int wide = band(f.outputs), matrix = 3 * f.inputs * wide;
     size_t size = static_cast<size_t>(bands(f.outputs)) * 3 * matrix;
     float* arranged = caller.get(f.sets() * size);
-#pragma omp parallel num_threads(f.threads)
-    {
-        float* padded = worker.get(f.padded());
+    if (!arranged) return false;
+    return work_together(f.threads, f.padded(), [&](float* padded) {
         arrange_filters(f, w, false, arranged);
 #pragma omp for schedule(static)
         for (int n = 0; n < f.replicas * f.images; n++) {
@@ -157,18 +156,17 @@ void strided_forward(const Filters* filters, const float* x, const float* w, flo
                 sum_line(taps, wide, f.columns, to, f.outputs, f.outputs - channel);
             }
         }
-    }
+    });
 }
 
 // dx, the gradient by the input, from g, that by the output.
-void strided_backward(const Filters* filters, const float* g, const float* w, float* dx) {
+bool strided_backward(const Filters* filters, const float* g, const float* w, float* dx) {
     const Filters& f = *filters;
     int wide = band(f.inputs), matrix = f.outputs * wide, s = f.stride, lines = f.height * s;
     size_t size = static_cast<size_t>(bands(f.inputs)) * 9 * matrix;
     float* arranged = caller.get(f.sets() * size);
-#pragma omp parallel num_threads(f.threads)
-    {
-        float* padded = worker.get(f.padded_output());  // by 2, as far as taps reach
+    if (!arranged) return false;
+    return work_together(f.threads, f.padded_output(), [&](float* padded) {  // by 2, as far as taps reach
         arrange_filters(f, w, true, arranged);
 #pragma omp for schedule(static)
         for (int n = 0; n < f.replicas * f.images; n++) {
@@ -188,20 +186,20 @@ void strided_backward(const Filters* filters, const float* g, const float* w, fl
                 sum_line(taps, wide, (f.width - first + s - 1) / s, to, s * f.inputs, f.inputs - channel);
             }
         }
-    }
+    });
 }
 
 // dw (S, outputs, inputs, 3, 3), each replica's gradient by the filters, from the gradient g by the output.
-void strided_filters(const Filters* filters, const float* x, const float* g, float* dw) {
+bool strided_filters(const Filters* filters, const float* x, const float* g, float* dw) {
     constexpr int TALL = 6;  // of a row of taps, which is a multiple of 3
     const Filters& f = *filters;
     int row_size = 3 * f.inputs, blocks = (row_size + TALL - 1) / TALL;
     int across = (f.outputs + 2 * LANES - 1) / (2 * LANES);
     size_t size = static_cast<size_t>(3) * row_size * f.outputs;  // of a replica's sums, (3, 3 · inputs, outputs)
     float* padded = caller.get(f.padded() * f.replicas * f.images + size * f.replicas);
+    if (!padded) return false;
     float* sums = padded + f.padded() * f.replicas * f.images;
-#pragma omp parallel num_threads(f.threads)
-    {
+    return work_together(f.threads, 0, [&](float*) {
 #pragma omp for schedule(static)
         for (int n = 0; n < f.replicas * f.images; n++)
             pad(x + n * f.image(), f.height, f.width, f.inputs, f.padding, padded + n * f.padded());
@@ -227,6 +225,6 @@ void strided_filters(const Filters* filters, const float* x, const float* g, flo
                 for (int i = 0; i < f.inputs; i++)
                     filter[i * 9 + k] = from[(k / 3 * row_size + k % 3 * f.inputs + i) * f.outputs];
         }
-    }
+    });
 }
 }

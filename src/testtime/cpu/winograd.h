@@ -12,7 +12,7 @@ namespace {
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))  // what works on vectors in registers
 
-// Tiles that go through the products together: more of those with many channels, whose filters do not stay in the cache.
+// Tiles that go through the products together: more where filters have so many channels that no cache holds them.
 constexpr int tiles_at_once(int channels) { return channels > 128 ? 32 : 8; }
 template <int C>
 constexpr int TILES = tiles_at_once(C);

@@ -120,8 +120,8 @@ class _Conv2d(nn.Module):
 
     def _compiles_strided(self, x: Tensor) -> bool:
         """Whether to use the compiled form for any stride on a CPU: where it exists and torch's is not faster."""
-        fits = self.square and x.is_cpu and x.dtype == torch.float32 and x.numel() > 0
-        fits = fits and self.weight.shape[1] % 16 == 0 and min(x.shape[2:]) + 2 * self.padding[0] >= 3
+        fits = self.square and self.weight.shape[1] % 16 == 0 and _kernels_take(x, max(self.weight.shape[1:3]))
+        fits = fits and min(x.shape[2:]) + 2 * self.padding[0] >= 3
         narrow = self.weight.shape[2] <= _NARROW or self.weight.stride(0) == 0
         return fits and narrow and cpu.available()
 
@@ -355,8 +355,13 @@ def _kernels_fit(layer: _Conv2d | _GroupNorm, x: Tensor) -> bool:
 
 def _cpu_fits(layer: _Conv2d | _GroupNorm, x: Tensor) -> bool:
     """Whether a layer has a compiled form on the CPU for these inputs."""
-    fits = layer.compiled and x.is_cpu and x.dtype == torch.float32 and x.dim() == 4 and x.numel() > 0
-    return fits and cpu.available()
+    return layer.compiled and _kernels_take(x, layer.weight.shape[1]) and cpu.available()
+
+
+def _kernels_take(x: Tensor, channels: int) -> bool:
+    """Whether images x, with so many channels at most on their way, are what compiled forms on the CPU know."""
+    fits = x.is_cpu and x.dtype == torch.float32 and x.dim() == 4 and x.numel() > 0
+    return fits and channels * x.shape[2] * x.shape[3] < cpu.LARGEST
 
 
 _TALL: dict[type[nn.Module], Callable[..., nn.Module]] = {
