@@ -40,7 +40,8 @@ def pictures(seed: int, count: int = COUNT) -> Tensor:
 
 def rows(streams: Streams) -> list[dict[str, Tensor]]:
     """What each stream has learned and counted."""
-    state = {k: v for k, v in streams.state_dict().items() if k == "numbers" or (k.startswith("learner/") and v.dim())}
+    kept = streams.state_dict().items()
+    state = {k: v for k, v in kept if k == "numbers" or (k.startswith("learner/") and k != "learner/shape")}
     return [{name: tensor[index].clone() for name, tensor in state.items()} for index in range(streams.count)]
 
 
@@ -302,18 +303,18 @@ def too_small(monkeypatch: pytest.MonkeyPatch, fits: int) -> list[int]:
 def test_streams_that_do_not_fit_into_the_memory_take_turns(monkeypatch: pytest.MonkeyPatch, optimizer: Any) -> None:
     """From the first image, or from one in the middle of the stream; nothing that was learned is lost."""
     settings = {**GIVEN, "optimizer": optimizer, "together": 5}
-    streams, expected = (Streams(network(), 5, **settings) for _ in range(2))
-    tried = too_small(monkeypatch, 5)
-    for call, fits in enumerate((5, 2, 2)):
-        tried = too_small(monkeypatch, 5)
-        would_be = expected.predict(pictures(call, 5))
-        tried = too_small(monkeypatch, fits)
-        assert same(streams.predict(pictures(call, 5)), would_be)
-    assert tried == [2]
-    fresh = Streams(network(), 5, **settings)
-    tried = too_small(monkeypatch, 2)
-    fresh.predict(pictures(0, 5))
-    assert tried == [5, 3, 2]
+    expected = Streams(network(), 5, **settings)
+    for first in (0, 1):  # the image from which on only two fit
+        expected.reset()
+        streams, tried = Streams(network(), 5, **settings), []
+        for call in range(3):
+            would_be = expected.predict(pictures(call, 5))
+            with monkeypatch.context() as patch:
+                tried.append(too_small(patch, 5 if call < first else 2))
+                assert close(streams.predict(pictures(call, 5)), would_be)
+        assert tried == [[5, 3, 2], [2], [2]] if first == 0 else [[5], [5, 3, 2], [2]]
+        assert streams.together == 2
+        assert all(equal(a, b) for a, b in zip(rows(streams), rows(expected), strict=True))
 
 
 def test_a_stream_that_does_not_fit_by_itself_is_an_error_and_forgets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +327,22 @@ def test_a_stream_that_does_not_fit_by_itself_is_an_error_and_forgets_nothing(mo
             streams.predict(pictures(1))
     assert all(equal(a, b) for a, b in zip(rows(streams), rows(untouched), strict=True))
     assert same(streams.predict(pictures(1)), untouched.predict(pictures(1)))
+
+
+@pytest.mark.parametrize("together", [4, 9])
+def test_a_step_costs_as_much_as_the_streams_that_take_part(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever learner they went through before; their momentum goes with them."""
+    net, sizes = network(), []
+    streams = Streams(net, 9, together=together, optimizer=MOMENTUM, **GIVEN)
+    alone = [Online(net, optimizer=MOMENTUM, **GIVEN) for _ in range(9)]
+    monkeypatch.setattr(groups, "run", lambda one, *given: sizes.append(len(one.everyone)) or run(one, *given))
+    calls = [[4], [1, 2, 3], list(range(9)), [8, 0, 4, 2, 6], [3], list(range(9)), [4, 5]]
+    for call, chosen in enumerate(calls):
+        images = pictures(call, len(chosen))
+        answers = streams.predict(images, streams=None if len(chosen) == 9 else torch.tensor(chosen))
+        expected = Prediction.join([alone[stream].predict(images[[place]]) for place, stream in enumerate(chosen)])
+        assert close(answers, expected)
+    assert sizes == ([1, 4, 4, 4, 1, 4, 1, 1, 4, 4, 1, 4] if together == 4 else [1, 4, 9, 9, 1, 9, 4])
 
 
 def test_a_call_that_is_cut_short_between_groups_leaves_every_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

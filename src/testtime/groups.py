@@ -1,8 +1,12 @@
-"""More streams than are computed side by side: they take turns, and what each has learned waits meanwhile."""
+"""Streams that are computed a few at a time: what each has learned waits in a row of its own.
+
+A step costs as much as the streams that take part in it, however many there are; and there may be more of them than
+the memory could hold side by side, since a stream that waits needs no room for its views on their way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,27 +21,24 @@ from testtime.prediction import Prediction
 class Groups:
     """S replicas that learn, at most `together` of them side by side.
 
-    Where all are side by side, they live in the learner. Otherwise they live here, in tensors of S rows; the rows of a
-    group are copied to the learner and come back changed.
+    Learners of a few sizes do the work. The replicas live in tensors of S rows; those of a group are copied to a
+    learner and come back changed. Only where all take part at once they live in the learner, from call to call.
 
     Args:
         net: The network they start from.
         count: S.
-        together: How many replicas the learner has, at most S.
+        together: The most replicas of a learner, at most S.
         settings: How they learn, with an optimizer that keeps rows apart.
         shape: (C, H, W) of the images to come.
     """
 
     def __init__(self, net: YNet, count: int, together: int, settings: Settings, shape: tuple[int, ...]) -> None:
         self.count, self.together, self.shape = count, together, shape
-        self._learner = Learner(net, together, settings, shape)
-        self._places = torch.arange(together, device=self._learner.everyone.device)
-        self._origin: list[Tensor] = []  # a row
-        self._pieces: list[Tensor] = []  # S rows
+        self._net, self._settings = net, settings
+        self._learners: dict[int, Learner] = {}
+        self._at_home = False  # whether all are in the learner of S
+        self._pieces: list[Tensor] = []  # S rows each, once they are needed
         self._memory: dict[Any, Tensor] = {}  # of the optimizer, when it has any
-        if together < count:
-            self._origin = [piece[:1].clone() for piece in self._learner.snapshot()[0]]
-            self._pieces = [piece.repeat_interleave(count, 0) for piece in self._origin]
 
     def predict(self, images: Tensor, samples: Tensor, streams: Tensor | None) -> Prediction:
         """Adapt each of the streams, or all in their order, to an image and predict it.
@@ -47,47 +48,40 @@ class Groups:
             samples: Their numbers, `(M,)`.
             streams: Which replicas they belong to, `(M,)`, none twice; None for all.
         """
-        if self.together == self.count:
-            return self._predict_at_once(images, samples, streams)
+        if streams is None and self.together == self.count:
+            home = self._home()
+            return run(home, images[:, None], samples[:, None], home.everyone)[:, 0]
+        self._leave_home()
         answers, learned = [], []
-        for first in range(0, len(images), self.together):
-            number = min(self.together, len(images) - first)
-            # A group that is not full repeats its first stream; that is computed, but not allowed to learn or kept.
-            full = self._places < number
-            chosen = torch.where(full, self._places, 0) + first
-            rows = chosen if streams is None else streams[chosen]
-            self._take(rows)
-            answers.append(run(self._learner, images[chosen, None], samples[chosen, None], full)[:number, 0])
-            learned.append((rows[:number], *self._learner.snapshot()))
+        for chosen, number in self._groups(len(images), images.device):
+            learner, rows = self._learner(len(chosen)), chosen if streams is None else streams[chosen]
+            self._take(learner, rows)
+            own = torch.arange(len(chosen), device=images.device) < number
+            answers.append(run(learner, images[chosen, None], samples[chosen, None], own)[:number, 0])
+            learned.append((rows[:number], *learner.snapshot()))
         for rows, pieces, memory in learned:  # at the end: a call that is cut short leaves all as they were
             self._put(rows, pieces, memory)
         return Prediction.join(answers)
 
-    def _predict_at_once(self, images: Tensor, samples: Tensor, streams: Tensor | None) -> Prediction:
-        if streams is None:
-            return run(self._learner, images[:, None], samples[:, None], self._learner.everyone)[:, 0]
-        all_images = images.new_zeros(self.count, 1, *images.shape[1:])
-        all_samples, active = samples.new_zeros(self.count, 1), streams.new_zeros(self.count, dtype=torch.bool)
-        all_images[streams, 0], all_samples[streams, 0], active[streams] = images, samples, True
-        return run(self._learner, all_images, all_samples, active)[streams, 0]
-
     def reset(self, rows: Tensor) -> None:
         """Put the replicas where `rows`, bool `(S,)`, is true back to the network as it was given."""
-        if self.together == self.count:
-            return self._learner.reset(rows)
-        for piece, origin in zip(self._pieces, self._origin, strict=True):
+        if self._at_home:
+            return self._home().reset(rows)
+        for piece, origin in zip(self._pieces, self._origin(), strict=True):
             piece[rows] = origin
         for tensor in self._memory.values():
             tensor[rows] = 0
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of everything that learning changes, by name, S rows each, whatever the groups."""
-        if self.together == self.count:
-            return self._learner.state()
+        """A copy of everything that learning changes, by name, S rows each, however they are grouped."""
+        if self._at_home:
+            return self._home().state()
+        self._leave_home()
         parts: list[dict[str, Tensor]] = []
-        for rows, number in self._turns():
-            self._take(rows)
-            parts.append({name: tensor[:number] for name, tensor in self._learner.state().items()})
+        for rows, number in self._groups(self.count, self._pieces[0].device):
+            learner = self._learner(len(rows))
+            self._take(learner, rows)
+            parts.append({name: tensor[:number] for name, tensor in learner.state().items()})
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -97,27 +91,56 @@ class Groups:
             ValueError: A tensor is missing, unknown or of another shape.
         """
         if self.together == self.count:
-            return self._learner.load(state)
+            return self._home().load(state)
         for name, tensor in state.items():
             if tensor.shape[:1] != (self.count,):
                 raise ValueError(f"The state does not fit: tensor {name!r} has another shape.")
-        for rows, number in self._turns():
-            here = rows.cpu()
-            self._learner.load({name: tensor[here] for name, tensor in state.items()})
-            self._put(rows[:number], *self._learner.snapshot())
+        self._leave_home()
+        for rows, number in self._groups(self.count, self._pieces[0].device):
+            learner, here = self._learner(len(rows)), rows.cpu()
+            learner.load({name: tensor.cpu()[here] for name, tensor in state.items()})
+            self._put(rows[:number], *learner.snapshot())
 
-    def _turns(self) -> list[tuple[Tensor, int]]:
-        """All replicas in groups: the rows of each, filled up with its first, and how many are its own."""
-        turns = []
-        for first in range(0, self.count, self.together):
-            rows, number = self._places + first, min(self.together, self.count - first)
-            turns.append((torch.where(rows < self.count, rows, first), number))
-        return turns
+    def _groups(self, count: int, device: torch.device) -> Iterator[tuple[Tensor, int]]:
+        """Numbers from 0 to `count - 1` in groups, each filled up with its first to the size of a learner, and how many
+        of a group are its own; what it is filled up with is computed, but neither learns nor is kept."""
+        for first in range(0, count, self.together):
+            number, size = min(self.together, count - first), 1
+            while size < number:
+                size *= 4
+            places = torch.arange(min(size, self.together), device=device)
+            yield torch.where(places < number, places, 0) + first, number
 
-    def _take(self, rows: Tensor) -> None:
-        """Bring replicas to the learner."""
+    def _learner(self, size: int) -> Learner:
+        if size not in self._learners:
+            self._learners[size] = Learner(self._net, size, self._settings, self.shape)
+        return self._learners[size]
+
+    def _home(self) -> Learner:
+        """The learner of S, with all replicas in it."""
+        learner = self._learner(self.count)
+        if not self._at_home and self._pieces:
+            learner.restore((self._pieces, self._memory), learner.everyone)
+        self._at_home = True
+        return learner
+
+    def _leave_home(self) -> None:
+        """See to it that all replicas are in the tensors of S rows."""
+        if self._at_home:
+            self._pieces, self._memory = self._home().snapshot()
+            self._at_home = False
+        elif not self._pieces:
+            self._pieces = [row.repeat_interleave(self.count, 0) for row in self._origin()]
+
+    def _origin(self) -> list[Tensor]:
+        """A row as it was before anything was learned."""
+        learner = next(iter(self._learners.values()), None) or self._learner(1)
+        return [piece[:1] for piece in learner.replicas.origin]
+
+    def _take(self, learner: Learner, rows: Tensor) -> None:
+        """Bring replicas to a learner."""
         memory = {key: tensor[rows] for key, tensor in self._memory.items()}
-        self._learner.restore(([piece[rows] for piece in self._pieces], memory), self._learner.everyone)
+        learner.restore(([piece[rows] for piece in self._pieces], memory), learner.everyone)
 
     def _put(self, rows: Tensor, pieces: list[Tensor], memory: Mapping[Any, Tensor]) -> None:
         """Keep what the first of a learner's replicas have become as these rows."""

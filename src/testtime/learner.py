@@ -191,16 +191,24 @@ class Learner:
 
     @torch.no_grad()
     def restore(self, snapshot: tuple[list[Tensor], Any], rows: Tensor) -> None:
-        """Put the replicas where `rows`, bool `(S,)`, is true back to a snapshot, their optimizer's memory as well."""
+        """Put the replicas where `rows`, bool `(S,)`, is true back to a snapshot, their optimizer's memory as well.
+
+        The snapshot may be another learner's, of as many replicas.
+        """
         numbers, memory = snapshot
         self.replicas.restore(numbers, rows)
         if not self.rowwise:
             if rows.all():
                 self.optimizer.load_state_dict(memory)
             return
-        for name, tensor in self._memory().items():
+        own, targets = self._memory(), self._targets()
+        for place, old in memory.items():
+            if place not in own:  # the snapshot is another learner's, whose optimizer has begun
+                name, key = place
+                self.optimizer.state[targets[name]][key] = own[place] = torch.zeros_like(old)
+        for place, tensor in own.items():
             # What the optimizer had not yet made when the snapshot was taken starts from zero, see is_rowwise.
-            old = memory.get(name, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+            old = memory.get(place, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
             tensor.copy_(torch.where(_mask(rows, tensor), old, tensor))
 
     def state(self) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ class Replicas:
         buffers = [tensor for tensor in self.tensors.values() if not isinstance(tensor, nn.Parameter)]
         self.has_statistics = bool(buffers)  # they change as images go through, see train_norms
         self._pieces = [self.numbers, *buffers]
-        self._origin = self.snapshot()
+        self.origin = self.snapshot()  # what `reset` goes back to
         self._gathering = None
         if self.numbers.is_cuda and has_triton():
             from testtime.kernels import Gathering
@@ -196,8 +196,8 @@ class Replicas:
     def reset(self, rows: Tensor | None = None) -> None:
         """Put all replicas, or those where `rows` is true, back to the network they were made of."""
         if rows is not None:
-            return self.restore(self._origin, rows)
-        for piece, origin in zip(self._pieces, self._origin, strict=True):
+            return self.restore(self.origin, rows)
+        for piece, origin in zip(self._pieces, self.origin, strict=True):
             piece.copy_(origin)
 
     def read(self, index: int) -> dict[str, Tensor]:
