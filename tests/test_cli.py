@@ -226,6 +226,19 @@ def test_progress_in_a_pipe_is_plain_lines_now_and_then(capsys: pytest.CaptureFi
         assert all(line.endswith("  words") for line in lines)
 
 
+def test_progress_measures_anew_when_something_else_is_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(float(second) for second in range(0, 1000, 10))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with cli.progress("work", every=0) as report:
+        for done, total in ((0, 500), (500, 500), (0, 40), (10, 40)):
+            report(done, total)
+    lines = capsys.readouterr().err.splitlines()
+    assert "left" not in lines[2]
+    assert lines[3] == "work  10/40  0.33/s  1:30 left"  # the clock is asked three times for a line: 10 in 30 s
+
+
 def test_progress_in_a_terminal_is_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

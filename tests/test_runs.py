@@ -381,6 +381,7 @@ def test_a_folder_of_pictures_has_the_networks_classes(networks: dict[str, str],
     told: list[str] = []
     bees = make_plan(**arguments, data=[str(tmp_path / "photos" / "bee")])
     plain = run_plan(bees, tmp_path / "unlabelled", progress=lambda done, total, text: told.append(text))
+    assert told[0] == "looking at the pictures of folder/bee"
     assert "2/2 images" in told[-1]
     assert "error" not in told[-1]
     columns = plain.units[0].columns()

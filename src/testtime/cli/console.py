@@ -95,15 +95,16 @@ def progress(title: str, every: float = 10.0) -> Iterator[Report]:
 
 
 class _Clock:
-    """Rate and time left since the first report; a resumed run does not start from zero."""
+    """Rate and time left since the first report; a resumed run does not start from zero. Another total starts anew."""
 
     def __init__(self) -> None:
         self.first: tuple[float, int] | None = None
+        self.total = 0
 
     def measure(self, done: int, total: int) -> tuple[str, str]:
         now = time.monotonic()
-        if self.first is None:
-            self.first = now, done
+        if self.first is None or total != self.total:
+            self.first, self.total = (now, done), total
         seconds, count = now - self.first[0], done - self.first[1]
         if seconds <= 0 or count <= 0:
             return "", ""

@@ -138,7 +138,7 @@ def run_plan(
     if jobs > 1 and shop.device.type != "cpu":
         raise ValueError(f"`jobs` are for a CPU; on {shop.device.type} units share the device already.")
     networks = {name: shop.describe_network(name) for name in plan.networks}
-    facts = {source.name: shop.facts(source.name) for source in plan.sources}
+    facts = {source.name: shop.facts(source.name, progress) for source in plan.sources}
     configuration = describe(shop, facts, networks)
     machine = describe_machine(shop.device)
     files = {"networks": dict(plan.networks), "folders": {s.name: s.folder for s in plan.sources if s.folder}}

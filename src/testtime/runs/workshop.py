@@ -19,7 +19,7 @@ from testtime import data as datasets
 from testtime.adapters import Adapter, Prediction
 from testtime.data import registry
 from testtime.data.sets import TestSet
-from testtime.evaluate import Columns, count_wrong, score, stream_order, walk
+from testtime.evaluate import Columns, Progress, count_wrong, score, stream_order, walk
 from testtime.networks.ynet import Card, CheckpointError, YNet, load
 from testtime.runs.methods import Method
 from testtime.runs.plan import Plan
@@ -34,6 +34,7 @@ KEEP_SECONDS = 60.0
 _BLOCK = 64  # images that are read at once: of each stream on CUDA, elsewhere of all of them
 _BELOW_ONE = 1 - 2**-24
 _PICTURES = ("imagenet", "vid", "folder")  # families that are read from picture files
+_LOOKED_AT = ("imagenet", "folder")  # those of them that may be large, and say how far they are
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,12 @@ class Workshop:
         marks = {set_name: self.fingerprints[file] for set_name, file in files.items()}
         return {"fingerprint": marks, "architecture": first.architecture}
 
-    def open(self, name: str) -> TestSet:
+    def open(self, name: str, progress: Progress | None = None) -> TestSet:
         """Open a test set of the plan, in the size and with the classes of the network.
+
+        Args:
+            name: Its name in the plan.
+            progress: Told how many of how many picture files have been looked at.
 
         Raises:
             ValueError: The network does not have the set's channels or classes.
@@ -135,6 +140,8 @@ class Workshop:
             options["size"] = card.size
         if family.startswith(_PICTURES):
             options["on_bad"] = self.plan.on_bad_image
+        if progress is not None and family.startswith(_LOOKED_AT):
+            options["progress"] = lambda done, total: progress(done, total, f"looking at the pictures of {name}")
         root = source.folder or self.plan.data_root
         if name in self._sets:
             found = self._sets[name]
@@ -150,10 +157,10 @@ class Workshop:
             raise ValueError(f"{name} has {found.shape[0]} channels, the network takes {net.channels}.")
         return found
 
-    def facts(self, name: str) -> Facts:
-        """What the run needs to know of a set."""
+    def facts(self, name: str, progress: Progress | None = None) -> Facts:
+        """What the run needs to know of a set; `progress` as for `open`."""
         if name not in self._facts:
-            found = self.open(name)
+            found = self.open(name, progress)
             count = len(found) if self.plan.limit is None else min(self.plan.limit, len(found))
             labelled = found.labels is not None or found.right is not None
             self._facts[name] = Facts(found.fingerprint(), count, found.shape, found.skipped, labelled)
