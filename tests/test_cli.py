@@ -342,6 +342,14 @@ def test_predict_prints_one_line_a_picture(capsys: pytest.CaptureFixture[str], n
         assert re.search(r"\d \d+\.\d% → \d \d+\.\d%  \+0\.0%  \(not adapted\)$", line)
 
 
+def test_what_a_pipe_cannot_hold_is_replaced(network: Path, pictures: Path) -> None:
+    arguments = ["predict", str(pictures / "0.png"), "-c", str(network), "--steps", "0"]
+    process = start(*arguments, PYTHONIOENCODING="cp1252")
+    out, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (0, "")
+    assert re.search(r"% \? \d \d+\.\d%  \+0\.0%  \(not adapted\)$", out.rstrip())
+
+
 @pytest.mark.parametrize("together", [1, 2, 16])
 def test_a_picture_that_cannot_be_read_costs_the_others_nothing(
     capsys: pytest.CaptureFixture[str], network: Path, pictures: Path, tmp_path: Path, together: int

@@ -7,6 +7,7 @@ failed, 130 for Ctrl-C); `TESTTIME_DEBUG=1` shows the stack instead. Long work r
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -43,6 +44,9 @@ app.add_typer(data.app, name="data")
 
 def main() -> None:
     """Run the command line; ends the process with the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # where Windows writes cp1252, an arrow must not cost the answer
     sys.exit(run(sys.argv[1:]))
 
 
