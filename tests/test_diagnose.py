@@ -344,6 +344,14 @@ def test_a_folder_without_labels_will_do(tmp_path: Path, capsys: pytest.CaptureF
     assert entry["images"] == 40
     assert entry["true_agreement"] is None
     assert entry["trial"]["gain"] is None
+    (tmp_path / "07.png").write_bytes(b"broken")
+    assert run_command(["diagnose", "-c", NAME, "--data", str(tmp_path), "--json", *FEW]) == 1
+    assert capsys.readouterr().err == f"error: {tmp_path / '07.png'}: not a picture in a known format\n"
+    skipping = ["--on-bad-image", "skip"]
+    assert run_command(["diagnose", "-c", NAME, "--data", str(tmp_path), "--json", *FEW, *skipping]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["diagnoses"][0]["images"] == 39
+    assert "left out: 07.png: not a picture in a known format\n" in err
 
 
 @pytest.mark.parametrize(

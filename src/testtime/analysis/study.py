@@ -24,7 +24,7 @@ from testtime import data as datasets
 from testtime.analysis.correlation import BATCH, CONFIDENT, SINGLE, Correlation, gradient_correlation
 from testtime.capture import Precision
 from testtime.data import registry
-from testtime.data.sets import DerivedSet, TensorSet, TestSet
+from testtime.data.sets import DerivedSet, OnBad, TensorSet, TestSet
 from testtime.machine import describe_machine
 from testtime.networks.ynet import CheckpointError, YNet, load
 from testtime.storage import find_differences, write_whole
@@ -42,13 +42,21 @@ class StudyError(ValueError):
     """A file that is no study, or one of something else; the message says what."""
 
 
-def open_for(net: YNet, data: str, root: str | Path | None = None) -> TestSet:
+def open_for(
+    net: YNet,
+    data: str,
+    root: str | Path | None = None,
+    on_bad: OnBad | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> TestSet:
     """A test set as a network takes it.
 
     Args:
         net: The network.
         data: A set's name, or a folder of pictures.
         root: Where data sets are looked for.
+        on_bad: What to do about a picture of a folder that cannot be read; None finds out when it is read.
+        progress: Told how many of how many pictures of a folder have been looked at for that.
 
     Raises:
         ValueError: There is no such set, or it has other classes than the network.
@@ -61,6 +69,7 @@ def open_for(net: YNet, data: str, root: str | Path | None = None) -> TestSet:
     if not is_folder:
         return datasets.open(data, root, **options)
     folder = Path(data).expanduser()
+    options |= {"on_bad": on_bad, "progress": progress}
     found = datasets.open("folder", folder, **options)
     if found.labels is not None and card.classes:
         if set(found.classes) <= set(card.classes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -32,6 +32,10 @@ def diagnose(
     lr: Annotated[float, typer.Option(help="Its learning rate.")] = 0.001,
     threshold: Annotated[float, typer.Option(min=0, max=1, help="The gate's threshold.")] = 0.9,
     seed: Annotated[int, typer.Option(help="Seed of the stream.")] = 0,
+    on_bad_image: Annotated[
+        Literal["fail", "skip"],
+        typer.Option(help="A picture of a folder that cannot be read: stop, or leave it out and name it."),
+    ] = "fail",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for a page and the JSON document.", show_default=False)
@@ -73,7 +77,11 @@ def diagnose(
     if checkpoint is None:
         typer.echo(f"network: {name} (another one: --checkpoint)", err=True)
     with as_bad_arguments(datasets.DataError):
-        sets = [open_for(net, text, data_root) for text in data]
+        on_bad = "skip" if on_bad_image == "skip" else None
+        with progress("pictures") as looked:
+            sets = [open_for(net, text, data_root, on_bad, looked) for text in data]
+        for line in dict.fromkeys(line for one in sets for line in one.skipped):
+            typer.echo(f"left out: {line}", err=True)
         known = find_reference(net, reference, data_root, limit)
         with progress("images") as report:
             found = diagnose_all(
