@@ -103,3 +103,18 @@ class VisionTransformer(nn.Module):
         tokens = self.patch(images).flatten(2).transpose(1, 2) + self.position  # (N, 16, width)
         tokens = self.block2(self.block1(tokens))
         return self.head(self.norm(tokens).mean(1))
+
+
+class LayersOfTorch(nn.Module):
+    """Patches, and torch's own transformer layers, which have a fused form where nothing is learned."""
+
+    def __init__(self, width: int = 12, heads: int = 3) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, width, 4, stride=4)
+        layers = [nn.TransformerEncoderLayer(width, heads, 24, dropout=0.0, batch_first=True) for _ in range(2)]
+        self.first, self.second = layers
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.patch(images).flatten(2).transpose(1, 2)  # (N, 16, width)
+        return self.head(self.second(self.first(tokens)).mean(1))

@@ -8,9 +8,11 @@ import gc
 import inspect
 import json
 import logging
+import pickle
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import testtime.adapters
-from models import Flattening, VisionTransformer, sequential
+from models import Flattening, LayersOfTorch, VisionTransformer, sequential
 from testtime import (
     Adapter,
     Card,
@@ -692,6 +694,7 @@ def test_task_and_augmentation_of_ones_own_are_used() -> None:
         (sequential, "3"),
         (VisionTransformer, "patch"),
         (VisionTransformer, "block1"),
+        (LayersOfTorch, "first"),
         (Flattening, "first"),
     ],
 )
@@ -1072,6 +1075,45 @@ def test_a_failing_save_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest
         adapter.save(tmp_path / "state")
     assert (tmp_path / "state").read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda adapter: pickle.loads(pickle.dumps(adapter))])
+def test_a_copy_goes_on_as_the_original_and_goes_its_own_way(name: str, twin: Callable[[Adapter], Adapter]) -> None:
+    """Also one that was pickled, as other processes get it."""
+    adapter = adapter_for(name)
+    adapter.predict(pictures())
+    other = twin(adapter)
+    expected = other.predict(pictures(seed=1))
+    other.predict(pictures(seed=2))
+    assert same(adapter.predict(pictures(seed=1)), expected)
+
+
+@pytest.mark.parametrize("name", ["episodic", "streams"])
+def test_threads_that_share_an_adapter_wait_for_each_other(name: str) -> None:
+    adapter, found = adapter_for(name), {}
+    if name == "streams":
+        work = {n: {"images": pictures(1, seed=n), "streams": torch.tensor([n])} for n in range(COUNT)}
+    else:
+        work = {n: {"images": pictures(seed=n), "samples": samples()} for n in range(4)}
+    expected = {n: adapter_for(name).predict(**given) for n, given in work.items()}
+
+    def go(n: int) -> None:
+        found[n] = adapter.predict(**work[n])
+
+    threads = [threading.Thread(target=go, args=(n,)) for n in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(same(found[n], expected[n]) for n in work)
+    assert adapter.seen == sum(len(given["images"]) for given in work.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_networks_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"`net` must have float32 parameters, got {dtype}"):
+        Online(network().to(dtype))
 
 
 def test_a_deep_copy_is_guarded_as_well() -> None:

@@ -6,6 +6,7 @@ The way through the package, which is also the way its modules import each other
 
     train_set, test_set = tt.data.open("digits", split="train"), tt.data.open("digits")
     net = tt.resnet26(depth=8, channels=1, size=16)      # one encoder, two branches; or tt.split(model, at=…)
+    net.describe(augment={"name": "crop-flip", "padding": 2, "flip": False})  # digits are not to be mirrored
     tt.train(net, train_set, recipe=tt.Recipe.digits())  # classes and rotations together
     adapter = tt.Online(net, lr=0.01)                    # or Fixed, or Episodic
     records = list(tt.evaluate(adapter, test_set))       # one record for each image

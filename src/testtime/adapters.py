@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -43,18 +44,41 @@ from testtime.tasks import Task
 log = logging.getLogger(__name__)
 
 
+class Turn:
+    """A lock that is not shared with copies: each has its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Turn, ()
+
+
 class Adapter(nn.Module):
     """What the adapters share: a network, settings, a running sample number, and checks of what comes in.
 
     An adapter is called like any classifier: `adapter(images)` gives logits, and `predict` tells more. As a module it
     holds no parameters, so `train()`, `eval()` and the like do nothing. It works on a copy of the network: the one it
-    was given stays as it is, bit for bit.
+    was given stays as it is, bit for bit. Threads may share it: their calls wait for each other.
     """
 
     def __init__(self, net: YNet, settings: Settings) -> None:
         super().__init__()
         if not isinstance(net, YNet):
             raise TypeError(f"`net` must be a YNet, got {type(net).__name__}; testtime.split(model, at=…) makes one.")
+        half = {tensor.dtype for tensor in net.parameters()} & {torch.float16, torch.bfloat16}
+        if half:
+            raise ValueError(
+                f"`net` must have float32 parameters, got {half.pop()}: small steps are lost in it. "
+                'To compute in bfloat16, give net.float() and precision="bf16".'
+            )
+        self._turn = Turn()
         task = settings.task or tasks.make(net.card.task)
         augment = settings.augment or augmentations.make(net.card.augment)
         self.settings = replace(settings, task=task, augment=augment)
@@ -66,8 +90,8 @@ class Adapter(nn.Module):
 
     def reset(self) -> None:
         """Forget everything: the sample number, the counts, and whatever was learned."""
-        self.seen = 0
-        with torch.inference_mode(False):
+        with self._turn, torch.inference_mode(False):
+            self.seen = 0
             # On the network's device, so that counting does not make the host wait for it.
             self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)
 
@@ -95,22 +119,26 @@ class Adapter(nn.Module):
         Raises:
             ValueError: The images or their numbers do not fit; nothing was learned.
         """
-        samples = self._check(images, samples)
-        with torch.inference_mode(False), torch.no_grad(), arithmetic(self.settings.precision, self._device):
-            # Copies: tensors made in inference mode cannot take part in learning.
-            answers = self._predict(images.detach().to(self._device, copy=True), samples.to(self._device, copy=True))
-            self._counts += torch.stack([answers.adapted.sum(), answers.rolled_back.sum()])
-        self.seen += len(images)
+        with self._turn:
+            samples = self._check(images, samples)
+            with torch.inference_mode(False), torch.no_grad(), arithmetic(self.settings.precision, self._device):
+                # Copies: tensors made in inference mode cannot take part in learning.
+                copies = (tensor.detach().to(self._device, copy=True) for tensor in (images, samples))
+                answers = self._predict(*copies)
+                self._counts += torch.stack([answers.adapted.sum(), answers.rolled_back.sum()])
+            self.seen += len(images)
         return answers
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Everything the adapter has learned and counted, as tensors by name."""
-        return {
-            "adapter": pack_text(type(self).__name__),
-            "settings": pack_text(json.dumps(self.settings.describe(), sort_keys=True)),
-            "network": pack_text(self._networks[0].fingerprint()),
-            "counts": torch.tensor([self.seen, self.adapted, self.rolled_back]),
-        }
+        with self._turn:
+            return {
+                "adapter": pack_text(type(self).__name__),
+                "settings": pack_text(json.dumps(self.settings.describe(), sort_keys=True)),
+                "network": pack_text(self._networks[0].fingerprint()),
+                "counts": torch.tensor([self.seen, self.adapted, self.rolled_back]),
+                **self._learned(),
+            }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Continue from a state that `state_dict` gave, bit for bit.
@@ -129,9 +157,9 @@ class Adapter(nn.Module):
                 raise ValueError(f"The state was saved with another {key}: {there}, here {here}.")
         if state_dict["counts"].shape != (3,):
             raise ValueError("This is not an adapter's state: its counts are not three numbers.")
-        self._load(state_dict)
-        self.seen = int(state_dict["counts"][0])
-        with torch.inference_mode(False):
+        with self._turn, torch.inference_mode(False):
+            self._load(state_dict)
+            self.seen = int(state_dict["counts"][0])
             self._counts = state_dict["counts"][1:].to(self._device, copy=True)
 
     def save(self, path: str | Path) -> None:
@@ -158,8 +186,12 @@ class Adapter(nn.Module):
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         raise TypeError("Adapter is a base class; use Fixed, Episodic or Online.")
 
+    def _learned(self) -> dict[str, Tensor]:
+        """What was learned, for `state_dict`."""
+        return {}
+
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        pass
+        """Go on with what `_learned` gave."""
 
     def _unadapted(self, images: Tensor) -> Prediction:
         """The answers of the network as it was given."""
@@ -321,8 +353,9 @@ class Online(Adapter):
         super().__init__(net, Settings(**{**find_preset(preset), **settings}))
 
     def reset(self) -> None:
-        super().reset()
-        self._learner: Learner | None = None
+        with self._turn:
+            super().reset()
+            self._learner: Learner | None = None
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         if self.settings.steps == 0 or len(images) == 0:
@@ -333,8 +366,8 @@ class Online(Adapter):
             return run_each(self._learner, images, samples)
         return run(self._learner, images[None], samples[None], self._learner.everyone)[0]
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return super().state_dict() | save_learner(self._learner)
+    def _learned(self) -> dict[str, Tensor]:
+        return save_learner(self._learner)
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
         self._learner = load_learner(state, lambda shape: Learner(self._networks[0], 1, self.settings, shape))

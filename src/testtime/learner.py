@@ -271,11 +271,15 @@ class Learner:
         items = ((name, key, value) for name, memory in kept.items() for key, value in memory.items())
         return {(name, key): value for name, key, value in items if isinstance(value, Tensor)}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Learner:
-        # The parameters are views into one tensor; copying them one by one would cut them loose.
-        twin = Learner(self.net, self.replicas.count, self.settings, self.shape)
-        twin.load(self.state())
-        return twin
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The parameters are views into one tensor; copied or pickled one by one they would be cut loose.
+        return _remake, (self.net, self.replicas.count, self.settings, self.shape, self.state())
+
+
+def _remake(net: YNet, count: int, settings: Settings, shape: tuple[int, ...], state: Mapping[str, Tensor]) -> Learner:
+    learner = Learner(net, count, settings, shape)
+    learner.load(state)
+    return learner
 
 
 def _mask(rows: Tensor, tensor: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Streams(Adapter):
 
     def reset(self, streams: Tensor | None = None) -> None:
         """Forget everything, or what the given streams, int `(M,)`, learned and counted."""
-        with torch.inference_mode(False):
+        with self._turn, torch.inference_mode(False):
             if streams is None:
                 super().reset()
                 self._groups: Groups | None = None
@@ -86,7 +86,7 @@ class Streams(Adapter):
             self._check_streams(streams, len(images))
         elif len(images) != self.count:
             raise ValueError(f"`images` must be one for each of the {self.count} streams, got {len(images)}.")
-        with torch.inference_mode(False):
+        with self._turn, torch.inference_mode(False):
             self._streams = None if streams is None else streams.to(self._device, copy=True)
             chosen = slice(None) if self._streams is None else self._streams
             answers = super().predict(images, self._numbers[chosen] if samples is None else samples)
@@ -127,8 +127,8 @@ class Streams(Adapter):
     def _make(self, shape: tuple[int, ...], together: int) -> Groups:
         return Groups(self._networks[0], self.count, together, self.settings, shape)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return super().state_dict() | {"numbers": self._numbers.to("cpu", copy=True)} | save_learner(self._groups)
+    def _learned(self) -> dict[str, Tensor]:
+        return {"numbers": self._numbers.to("cpu", copy=True)} | save_learner(self._groups)
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
         if "numbers" not in state or state["numbers"].shape != (self.count,):

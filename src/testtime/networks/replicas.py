@@ -12,9 +12,10 @@ instead. Which of the two is right is tried out on real numbers.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -284,8 +285,20 @@ class _Mapped(nn.Module):
         def one(tensors: dict[str, Tensor], batch: Tensor) -> Tensor:
             return functional_call(self.template[0], tensors, batch)
 
-        with sdpa_kernel(SDPBackend.MATH):  # the fused forms have no rule for mapping
+        with _plain_attention():
             return vmap(one, randomness="different")(state, x.contiguous())
+
+
+@contextlib.contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Attention step by step: the fused forms have no rule for mapping, or no gradient."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _share(module: nn.Module, inputs: Tensor | None, dtype: torch.dtype) -> _Tall | _Plain:
