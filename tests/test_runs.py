@@ -530,22 +530,6 @@ def test_stopping_keeps_what_is_finished(finished: Path, plan: Plan, tmp_path: P
     assert all_columns(tmp_path / "run") == all_columns(finished)
 
 
-def test_streams_that_do_not_fit_go_on_with_half(
-    finished: Path, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(shop: Workshop, units: Sequence[Unit], advance: Callable[[int, int], None], *more: Any) -> Any:
-        advance(5, 5)
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(Workshop, "run_streams", full)
-    online = Plan(**vars(plan) | {"methods": (plan.method("online"),)})
-    told: list[tuple[int, int, str]] = []
-    run_plan(online, tmp_path / "run", together=3, progress=lambda *said: told.append(said))
-    assert "3 streams do not fit" in caplog.text
-    assert told[-1][0] == told[-1][1]
-    assert_same_records(tmp_path / "run", finished, ["online"])
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks of folders there")
 def test_two_processes_do_not_run_in_one_folder(finished: Path, plan: Plan, tmp_path: Path) -> None:
     folder = copy_of(finished, tmp_path / "run")

@@ -13,7 +13,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -182,21 +181,8 @@ def _run_here(
     shop: Workshop, groups: Sequence[list[Unit]], meter: Meter, shelf: Shelf, keep: Callable[..., None]
 ) -> None:
     """Run groups of units one after the other in this process."""
-    waiting = deque(groups)
-    while waiting:
-        group = waiting.popleft()
-        done = meter.done
-        try:
-            found, seconds = _run_group(shop, group, meter, shelf)
-        except torch.OutOfMemoryError:
-            if len(group) == 1:
-                raise
-            half = len(group) // 2
-            log.warning("%d streams do not fit into the memory side by side; going on with %d", len(group), half)
-            waiting.extendleft((group[half:], group[:half]))
-            shelf.clear(group)
-            meter.done = done
-            continue
+    for group in groups:
+        found, seconds = _run_group(shop, group, meter, shelf)
         for unit, columns in zip(group, found, strict=True):
             keep(unit, columns, seconds / len(group), together=len(group), **shop.remarks(unit))
         shelf.clear(group)
