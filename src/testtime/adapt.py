@@ -153,7 +153,8 @@ def episode(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -
         learner.restore(good, learner.everyone)
         raise
     answers, undone = settle(wanted, logits_before, loss_before, confidence, logits, loss_after, finite, settings.guard)
-    learner.restore(good, undone)
+    if images.is_cuda or undone.any():
+        learner.restore(good, undone)
     return answers
 
 

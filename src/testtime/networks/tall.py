@@ -101,7 +101,7 @@ class _Conv2d(nn.Module):
         few = not x.is_cuda and count > 1 and 0 < len(x) <= _FEW * count and patch <= _SMALL
         if few and self.groups == 1 and not isinstance(self.padding, str):
             return self._multiply(x, weight, bias)
-        if x.is_cpu and weight.numel() > x.numel():
+        if x.is_cpu and weight.shape[2] > _WIDE and weight.numel() > x.numel():
             x = x.contiguous()  # with channels last torch rearranges the filters, and their gradients, which costs more
         biases = [None] * count if bias is None else bias
         pieces = zip(x.chunk(count), weight, biases, strict=True)
