@@ -369,9 +369,10 @@ def test_the_command_of_a_training_on_photographs() -> None:
     )
     held["data"]["name"] = "folder/train"
     held["network"]["augment"] = {"name": "resized-crop-flip", "size": 128, "scale": [0.35, 1.0]}
+    held["recipe"]["weight_decay"] = 5e-4
     assert training_command("small", [record]) == (
         "testtime train --data photographs --method plain --network resnet18 --size 128 --crop-area 0.35 --epochs 30 "
-        "--seed 0 --bf16 --out runs/small"
+        "--weight-decay 0.0005 --seed 0 --bf16 --out runs/small"
     )
 
 

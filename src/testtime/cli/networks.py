@@ -88,6 +88,10 @@ def train(
     lr: Annotated[
         float | None, typer.Option(help="Learning rate.", show_default="0.1", rich_help_panel="Recipe")
     ] = None,
+    weight_decay: Annotated[
+        float | None,
+        typer.Option(min=0, help="Weight decay.", show_default="0.0005; imagenet 0.0001", rich_help_panel="Recipe"),
+    ] = None,
     batch: Annotated[
         int | None,
         typer.Option(
@@ -162,7 +166,8 @@ def train(
     if seeds is not None and _is_given(context, "seed"):
         raise typer.BadParameter("one seed or several, not both.", param_hint="--seeds")
     out = out or name_folder("train", context.params)
-    changes: dict[str, Any] = {"lr": lr, "batch": batch, "rotations": rotations, "method": method, "bf16": bf16}
+    changes: dict[str, Any] = {"lr": lr, "batch": batch, "weight_decay": weight_decay, "rotations": rotations}
+    changes |= {"method": method, "bf16": bf16}
     with process_group(pick_device(device)) as place, contextlib.ExitStack() as stack:
         first = is_first()
         decoding = progress("decode") if first else contextlib.nullcontext()

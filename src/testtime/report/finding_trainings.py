@@ -105,8 +105,9 @@ def training_command(name: str, records: Sequence[Mapping[str, Any]], nets: Mapp
     words += [_targets([record["configuration"]["target"]["name"] for record in records])] if "target" in held else []
     start = _start(records[0], nets or {})
     words += [f"--start {start}"] if start else []
-    options = ("epochs", "batch", "lr", "rotations")
-    words += [f"--{key} {recipe[key]}" for key in options if recipe[key] != getattr(usual, key)]
+    options = ("epochs", "batch", "lr", "weight_decay", "rotations")
+    changed = [key for key in options if recipe[key] != getattr(usual, key)]
+    words += [f"--{key.replace('_', '-')} {recipe[key]}" for key in changed]
     words += [f"--limit {held['data']['count']}"] if not crops and held["data"]["count"] < _WHOLE else []
     words += [f"--seed {recipe['seed']}", *(["--bf16"] if recipe["bf16"] else []), f"--out runs/{name}"]
     return " ".join(words)
