@@ -762,8 +762,8 @@ def test_every_study_is_a_plan_and_says_what_it_is(name: str) -> None:
 
 def test_the_studies_are_the_papers() -> None:
     made = {name: plan_of(name) for name in studies()}
-    ours = "baselines best bn cifar10-1 cifar10-c digits fast gradual imagenet-c steps threshold tuning vid-cifar7"
-    ours += " vid-robust"
+    ours = "baselines best bn cifar10-1 cifar10-c digits fast gradual imagenet-c mild steps threshold tuning"
+    ours += " vid-cifar7 vid-robust"
     assert studies() == tuple(ours.split())
     assert names(made["cifar10-c"]) == ["cifar10", *(f"cifar10-c/{c}/{n}" for c in CORRUPTIONS for n in range(1, 6))]
     assert names(made["imagenet-c"]) == ["imagenet", *(f"imagenet-c/{c}/5" for c in CORRUPTIONS)]
@@ -784,6 +784,8 @@ def test_the_studies_are_the_papers() -> None:
     control = Method("fixed-mirrored", "fixed", settings={"mirrored": True})
     assert made["best"].methods == (make_plan(checkpoint="x", data=["digits"], methods="best").methods[0], control)
     assert names(made["tuning"]) == [f"cifar10-c/{c}/3" for c in CORRUPTIONS]
+    assert names(made["mild"]) == ["cifar10", *(f"cifar10-c/{c}/1" for c in ("fog", "brightness", "contrast"))]
+    assert made["mild"].seeds == (0, 1, 2, 3)
     grid = {(m.settings.get("steps", 0), m.settings.get("copies", 0)) for m in made["steps"].methods}
     assert grid == {(0, 0)} | {(steps, copies) for steps in (1, 3, 10, 30) for copies in (8, 32, 128)}
     for name in ("cifar10-c", "gradual", "cifar10-1", "vid-cifar7"):
