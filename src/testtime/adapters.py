@@ -318,7 +318,7 @@ class Episodic(Adapter):
 
     def _side_by_side(self, images: Tensor) -> int:
         """How many episodes to run at once for these images."""
-        counts = (16, 64, 256) if images.is_cuda else (1, 8)
+        counts = (16, 64, 256) if images.is_cuda else (1, 4)
         if self.parallel != "auto":
             return self.parallel
         if len(images) < 2 * counts[-1]:  # too few to be worth a trial
