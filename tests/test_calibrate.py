@@ -67,3 +67,10 @@ def test_one_that_does_not_fit_is_an_error() -> None:
 
     with pytest.raises(torch.OutOfMemoryError, match="not even 1"):
         calibrate.fit(3, work)
+
+
+@pytest.mark.parametrize(
+    ("copies", "size", "most"), [(32, 32, 4), (8, 16, 64), (32, 33, 3), (64, 224, 1), (1, 4096, 1)]
+)
+def test_a_cpu_takes_no_more_pixels_at_once_than_are_fast(copies: int, size: int, most: int) -> None:
+    assert calibrate.most_on_cpu(copies, (3, size, size)) == most

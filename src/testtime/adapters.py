@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from testtime import augment as augmentations
 from testtime import tasks
 from testtime.adapt import gate, look, run, run_each
-from testtime.calibrate import fastest, fit
+from testtime.calibrate import fastest, fit, most_on_cpu
 from testtime.capture import Precision, arithmetic, check_precision
 from testtime.learner import Learner, Preset, Settings, find_preset, is_rowwise, load_learner, save_learner
 from testtime.networks.replicas import Replicas
@@ -318,11 +318,17 @@ class Episodic(Adapter):
 
     def _side_by_side(self, images: Tensor) -> int:
         """How many episodes to run at once for these images."""
-        counts = (16, 64, 256) if images.is_cuda else (1, 4)
         if self.parallel != "auto":
             return self.parallel
-        if len(images) < 2 * counts[-1]:  # too few to be worth a trial
-            return min(len(images), 64) if images.is_cuda else 1
+        if images.is_cuda:
+            counts = [16, 64, 256]
+            if len(images) < 2 * counts[-1]:  # too few to be worth a trial
+                return min(len(images), 64)
+        else:
+            most = min(len(images) // 2, most_on_cpu(self.settings.copies, images.shape[1:]))
+            counts = [count for count in (1, 4, 16, 64) if count <= most]
+            if len(counts) < 2:
+                return 1
 
         def trial(count: int) -> float:
             learner = Learner(self._networks[0], count, replace(self.settings, steps=1), tuple(images.shape[1:]))

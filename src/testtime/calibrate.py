@@ -13,6 +13,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _CHOICES: dict[Hashable, int] = {}
+_PIXELS = 2**17  # of views that a CPU computes at once
 
 
 def fastest(key: Hashable, counts: Sequence[int], trial: Callable[[int], float]) -> int:
@@ -45,6 +46,18 @@ def fastest(key: Hashable, counts: Sequence[int], trial: Callable[[int], float])
     log.info("episodes a second by how many run side by side: %s; taking %d", rates, best)
     _CHOICES[key] = best
     return best
+
+
+def most_on_cpu(copies: int, shape: Sequence[int]) -> int:
+    """How many episodes or streams to compute side by side on a CPU at most.
+
+    Steps on more pixels at once are no faster, and what they keep for the way back fills the memory.
+
+    Args:
+        copies: Views of an image in a step.
+        shape: (C, H, W) of the images.
+    """
+    return max(1, _PIXELS // (copies * shape[-2] * shape[-1]))
 
 
 def fit(count: int, work: Callable[[int], Result]) -> Result:

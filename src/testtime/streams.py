@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from testtime.adapters import Adapter
-from testtime.calibrate import fit
+from testtime.calibrate import fit, most_on_cpu
 from testtime.groups import Groups
 from testtime.learner import Preset, Settings, find_preset, has_rows, is_rowwise, load_learner, save_learner
 from testtime.networks.ynet import YNet
 from testtime.prediction import Prediction
-
-_PIXELS = 2**17  # of the views of all streams that a CPU computes side by side
 
 
 class Streams(Adapter):
@@ -120,8 +118,7 @@ class Streams(Adapter):
         """How many streams to compute side by side, if the memory is large enough."""
         most = self._most_together
         if most is None and self._device.type == "cpu":
-            # Steps on more pixels than these are no faster, and what they keep for the way back fills the memory.
-            most = max(1, _PIXELS // (self.settings.copies * shape[-2] * shape[-1]))
+            most = most_on_cpu(self.settings.copies, shape)
         return min(self.count, most or self.count)
 
     def _make(self, shape: tuple[int, ...], together: int) -> Groups:
