@@ -201,6 +201,8 @@ def test_get_plain_files(server: Server, tmp_path: Path, monkeypatch: pytest.Mon
         (archive_of({"set/file": CONTENT})[:-500], "not a readable archive"),
         (b"nothing", "not a readable archive"),
     ],
+    # An archive holds the time: as a name it would be another for each of several processes.
+    ids=["outside", "link", "hard link", "device", "other folder", "cut short", "no archive"],
 )
 def test_archives_are_extracted_whole_or_not_at_all(tmp_path: Path, content: bytes, fault: str) -> None:
     (tmp_path / "in").mkdir()
