@@ -675,6 +675,8 @@ def test_a_method_that_learns_nothing_has_a_precision_and_may_answer_mirrored(tm
     assert (first.settings.precision, first.settings.mirrored) == ("bf16", True)
     assert (second.settings.precision, second.settings.mirrored) == ("tf32", False)
     assert plan.methods[0].describe(net)["settings"] == {"precision": "bf16", "mirrored": True}
+    alone = make_plan(checkpoint="x", data=["digits"], methods="fixed", precision=["tf32"])  # no other can be meant
+    assert alone.methods[0].describe(net)["settings"]["precision"] == "tf32"
 
 
 def test_the_preset_best_is_a_usual_method_that_is_run_where_it_is_asked_for(tmp_path: Path) -> None:

@@ -188,7 +188,8 @@ def override(methods: Sequence[Method], overrides: Mapping[str, Sequence[str] | 
 
     Args:
         methods: The methods.
-        overrides: For each setting texts such as "0.01" or "online=0.01"; a named one goes before an unnamed.
+        overrides: For each setting texts such as "0.01" or "online=0.01"; a named one goes before an unnamed, which is
+            for the methods that learn, or for those that can have it where none does.
 
     Raises:
         ValueError: A method does not exist, a value is none for that setting, or no method has the setting.
@@ -202,10 +203,10 @@ def override(methods: Sequence[Method], overrides: Mapping[str, Sequence[str] | 
             known = list(changed) if setting in _ANSWERS else learning
             if name and name not in known:
                 raise ValueError(f"--{setting}: no method that it applies to is called {name!r} ({', '.join(known)}).")
-            if not name and not learning:
+            if not known:
                 raise ValueError(f"--{setting}: none of the methods learns ({', '.join(changed)}), so none has it.")
             value = _read_value(setting, word, text)
-            for one in [name] if name else learning:
+            for one in [name] if name else learning or known:
                 changed[one] = replace(changed[one], settings={**changed[one].settings, setting: value})
     return list(changed.values())
 
