@@ -106,9 +106,9 @@ class VisionTransformer(nn.Module):
 
 
 class LayersOfTorch(nn.Module):
-    """Patches, and torch's own transformer layers, which have a fused form where nothing is learned."""
+    """Patches, and torch's own transformer layers, which have a fused form, with an even number of heads, for looks."""
 
-    def __init__(self, width: int = 12, heads: int = 3) -> None:
+    def __init__(self, width: int = 12, heads: int = 2) -> None:
         super().__init__()
         self.patch = nn.Conv2d(3, width, 4, stride=4)
         layers = [nn.TransformerEncoderLayer(width, heads, 24, dropout=0.0, batch_first=True) for _ in range(2)]

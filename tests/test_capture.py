@@ -53,6 +53,29 @@ def test_a_series_is_one_call_after_another(count: int, monkeypatch: pytest.Monk
     assert torch.allclose(total, expected[-1] + (x[:3] * factor[:3, None, None]).sum(0))
 
 
+@pytest.mark.parametrize("fault", [RuntimeError("no graph"), torch.OutOfMemoryError("too small")])
+def test_a_recording_that_fails_leaves_the_learner_as_it_was(fault: RuntimeError) -> None:
+    """Without a graph it goes on, unless the memory is too small, which the caller sees to."""
+    online = Online(resnet26(depth=8, size=16, seed=1), copies=2)
+    online.predict(torch.zeros(1, 3, 16, 16))
+    learner = online._learner
+    assert learner is not None
+    before, learner.eager = learner.state(), False
+
+    def fail() -> Any:
+        learner.replicas.numbers.add_(1)
+        raise fault
+
+    if isinstance(fault, torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError, match="too small"):
+            recording._record(learner, (), fail)
+    else:
+        with pytest.warns(UserWarning, match="capture failed, going on without it: no graph"):
+            recording._record(learner, (), fail)
+    assert learner.eager == (not isinstance(fault, torch.OutOfMemoryError))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.state().items())
+
+
 def test_beside_on_a_cpu_is_in_turn() -> None:
     beside, done = Beside(torch.device("cpu")), []
     with beside:

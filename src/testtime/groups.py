@@ -1,7 +1,7 @@
 """Streams that are computed a few at a time: what each has learned waits in a row of its own.
 
-A step costs as much as the streams that take part in it, however many there are; and there may be more of them than
-the memory could hold side by side, since a stream that waits needs no room for its views on their way.
+A step computes the streams that take part in it, in groups of a few sizes, and not all there are. There may be more of
+them than the memory could hold side by side: a stream that waits needs no room for its views on their way.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class Groups:
         for chosen, number in self._groups(len(images), images.device):
             learner, rows = self._learner(len(chosen)), chosen if streams is None else streams[chosen]
             self._take(learner, rows)
-            own = torch.arange(len(chosen), device=images.device) < number
-            answers.append(run(learner, images[chosen, None], samples[chosen, None], own)[:number, 0])
+            answers.append(run(learner, images[chosen, None], samples[chosen, None], learner.everyone)[:number, 0])
             learned.append((rows[:number], *learner.snapshot()))
         for rows, pieces, memory in learned:  # at the end: a call that is cut short leaves all as they were
             self._put(rows, pieces, memory)
@@ -102,8 +101,10 @@ class Groups:
             self._put(rows[:number], *learner.snapshot())
 
     def _groups(self, count: int, device: torch.device) -> Iterator[tuple[Tensor, int]]:
-        """Numbers from 0 to `count - 1` in groups, each filled up with its first to the size of a learner, and how many
-        of a group are its own; what it is filled up with is computed, but neither learns nor is kept."""
+        """Numbers from 0 to `count - 1` in groups, and how many of a group are its own.
+
+        Each is filled up with its first to the size of a learner (1, 4, 16, … or `together`), which is not kept.
+        """
         for first in range(0, count, self.together):
             number, size = min(self.together, count - first), 1
             while size < number:

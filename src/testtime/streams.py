@@ -21,9 +21,9 @@ class Streams(Adapter):
 
     A call takes at most one image for each stream. A stream that is not in the call stays as it is, bit for bit.
 
-    A call costs as much as the streams that take part. There may be many more of them than can be computed side by
-    side: a stream that waits takes the memory of what it has learned, not that of its views on their way through the
-    network.
+    A call computes the streams that take part, in groups of 1, 4, 16 and so on, and not all of them. There may be many
+    more than can be computed side by side: a stream that waits takes the memory of what it has learned, not that of its
+    views on their way through the network.
 
     Args:
         net: The network all streams start from; it is copied.
