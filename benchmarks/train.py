@@ -1,7 +1,9 @@
 """How fast training runs: an ordinary loop and ours, side by side; and whether photographs arrive as fast as they go.
 
     python benchmarks/train.py --quick                         # two CPU cores, about two minutes
-    python benchmarks/train.py --device cuda --bf16 --imagenet synthetic --out results/train-h200.json
+    python benchmarks/train.py --device cuda --bf16 --out results/train-h200.json
+    python benchmarks/train.py --device cuda --bf16 --only-imagenet --imagenet synthetic \
+        --out results/photographs-h200.json
 
 The ordinary loop is how such a training is usually written: a torch DataLoader with worker processes, each image
 augmented by itself as a Pillow picture, the network eager, a batch turned four ways, two losses, one backward pass,

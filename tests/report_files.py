@@ -148,6 +148,9 @@ def make_everything(root: Path) -> list[Path]:
     make_file(root, ROWS["alp"], {"alp": [8] + [11, 30, 9] * 5}, EVERY)
     make_file(root, ROWS["uda"], {"uda": [5, 13, 8, 6]})
     make_file(root, ROWS["best"], {"best": [3, 9, 5, 4]}, methods={"best": describe("best")})
+    make_file(root, FILES["best"][1], {"best": [9, 5, 4] * 4}, EVERY[1:-3], {"best": describe("best")})
+    mild = ["cifar10", "cifar10-c/fog/1"]
+    make_file(root, FILES["orders"][0], {"fixed": (4, 10), "online": (4, 12)}, mild)
     wrong = {"plain": [5, 30, 20, 6], "fixed": [4, 33, 21, 6], "episodic": [4, 25, 15, 6]}
     make_file(root, FILES["batch norm"][0], wrong, norm="batch")
     growing = [f"cifar10-gradual/{name}" for name in ("gaussian_noise", "shot_noise")]

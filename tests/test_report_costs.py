@@ -73,8 +73,8 @@ def test_the_arithmetic_is_the_divisions_it_shows() -> None:
 @pytest.mark.parametrize(("training", "engine"), [(None, None), (TRAINING, None), (None, ENGINE)])
 def test_what_is_not_measured_is_said(training: Any, engine: Any) -> None:
     text = costs.tell_costs(training, engine)
-    missing = "results/train-h200.json` does not have it" in text, "results/engine-h200.json` does not have it" in text
-    assert missing == (training is None, engine is None)
+    missing = [f"results/{name}-h200.json` does not have it" in text for name in ("photographs", "engine")]
+    assert missing == [training is None, engine is None]
     if training is None:
         assert "threshold |" not in text  # it needs the time of a look
 

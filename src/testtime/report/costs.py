@@ -1,8 +1,8 @@
 """What the ImageNet experiments cost, worked out from measured throughputs: `python -m testtime.report.costs`.
 
-Reads `results/train-h200.json` (benchmarks/train.py) and `results/engine-h200.json` (benchmarks/engine.py) and writes
-the part of `docs/imagenet.md` between two comments: every number with the division that gives it. What has not been
-measured is said to be so. With `--check` nothing is written; the exit code says whether the document is current.
+Reads `results/photographs-h200.json` (benchmarks/train.py) and `results/engine-h200.json` (benchmarks/engine.py) and
+writes the part of `docs/imagenet.md` between two comments: every number with the division that gives it. What has not
+been measured is said to be so. With `--check` nothing is written; the exit code says whether the document is current.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any
 
 from testtime.storage import write_whole
 
-BEGIN, END = "<!-- begin: results/train-h200.json, results/engine-h200.json -->", "<!-- end -->"
-TRAINING, ENGINE, DOCUMENT = Path("results/train-h200.json"), Path("results/engine-h200.json"), Path("docs/imagenet.md")
+BEGIN, END = "<!-- begin: results/photographs-h200.json, results/engine-h200.json -->", "<!-- end -->"
+TRAINING, ENGINE = Path("results/photographs-h200.json"), Path("results/engine-h200.json")
+DOCUMENT = Path("docs/imagenet.md")
 
 NETWORK, SIZE, SIDE = "resnet18", 224, 256
 IMAGES, TESTS, SETS, EPOCHS = 1_281_167, 50_000, 16, 90

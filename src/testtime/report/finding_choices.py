@@ -75,7 +75,7 @@ def _means(results: Results, top: Table, method: str) -> list[float]:
 
 
 def tell_best(found: Findings) -> str:
-    """The preset beside the paper's settings, on the levels it was not chosen on, and how it was chosen."""
+    """The preset beside the paper's settings, and how it was chosen."""
     part, tuning = found.parts.get("best"), found.parts.get("tuning")
     told = [tell_absence("best") if part is None else _tell_preset(part, found.parts)]
     told.append("### How it was chosen")
@@ -85,6 +85,7 @@ def tell_best(found: Findings) -> str:
 
 def _tell_preset(part: Part, parts: Mapping[str, Part]) -> str:
     results, levels = part.results, by_level(part.results)
+    chosen = by_level(parts["tuning"].results) if "tuning" in parts else {}  # whose images are some of these
     rows, texts = [], [tell_settings(BEST, _find_preset(part)["settings"])]
     first = next(iter(levels.values()))
     methods = ("fixed", *([CONTROL] if CONTROL in results.methods else []), "online", BEST)
@@ -100,8 +101,9 @@ def _tell_preset(part: Part, parts: Mapping[str, Part]) -> str:
         gaps = {column: each.rows[BEST][column].error - each.rows["online"][column].error for column in sets}
         below, every = below + sum(value < 0 for value in gaps.values()), every + len(sets)
         worst = max(gaps, key=lambda column: gaps[column])
+        title = f"Level {level}{', which it was chosen on' if level in chosen else ''}"
         texts.append(
-            f"Level {level}: {points(gap)} from `online` (95% {points(ends.low)} to {points(ends.high)}, paired); "
+            f"{title}: {points(gap)} from `online` (95% {points(ends.low)} to {points(ends.high)}, paired); "
             f"least gain or most loss on {column_title(worst)} ({points(gaps[worst])})."
         )
     if ORIGINAL in first.rows[BEST]:
@@ -111,13 +113,29 @@ def _tell_preset(part: Part, parts: Mapping[str, Part]) -> str:
             f"Original set: {points(gap)} from `online` (95% {points(ends.low)} to {points(ends.high)}), "
             f"{points(base)} from `fixed` ({points(low_high.low)} to {points(low_high.high)})."
         )
-    texts += _tell_control(results, levels)
+    texts += [_tell_harm(levels), *_tell_control(results, levels)]
     costs = find_costs(parts, results, (BEST, "online"))
     time = "" if costs is None else f" and takes {costs[BEST] / costs['online']:.2f} times its time"
     texts.append(f"It is below `online` on {below} of {every} corrupted sets{time}.{tell_times(parts, costs)}")
-    heads = ["error in %, mean over the corruptions", "original", *(f"level {level}" for level in levels)]
+    titles = [f"level {level}{' ‡' if level in chosen else ''}" for level in levels]
+    heads = ["error in %, mean over the corruptions", "original", *titles]
     words = f"{images_of(first):,} images of each set."
+    words += " ‡ The preset was chosen on images of this level." if any(level in chosen for level in levels) else ""
     return f"{table(heads, rows)}\n\n{wrap(words)}\n\n{bullets(texts)}\n\n{tell_origin(part)}"
+
+
+def _tell_harm(levels: Mapping[int, Table]) -> str:
+    """Whether the preset does harm anywhere."""
+    gaps = {
+        "the original set" if column == ORIGINAL else f"{column_title(column)} {level}": each.rows[BEST][column].error
+        - each.rows["fixed"][column].error
+        for level, each in levels.items()
+        for column in (ORIGINAL, *each.shifted)
+        if column in each.rows[BEST]
+    }
+    worst, harmed = max(gaps, key=lambda title: gaps[title]), [title for title, gap in gaps.items() if gap > 0]
+    where = f"above `fixed` on {', '.join(harmed)}" if harmed else f"below `fixed` on every one of {len(gaps)} sets"
+    return f"It is {where}; least gain or most loss on {worst} ({points(gaps[worst])})."
 
 
 def _find_preset(part: Part) -> Mapping[str, Any]:

@@ -103,7 +103,7 @@ def _tell_network(name: str, held: Mapping[str, Any], found: Findings) -> str:
     words = {
         "plain": "the same network trained on the classes alone",
         "alp": "the same network trained on the classes with adversarial logit pairing",
-        "uda": "for each set a network that also saw the set's unlabelled images, in a short training (see Trainings)",
+        "uda": "for each set a network that also learned from the set's unlabelled images (see Trainings)",
     }
     marks = next(
         run.configuration["networks"][held["network"]]["fingerprint"]

@@ -10,7 +10,8 @@ from testtime.data.cifar import CLASSES
 from testtime.report.committed import Findings, by_level
 from testtime.report.documents import points, signed, table, wrap
 from testtime.report.finding_levels import paper_value
-from testtime.report.further import compare
+from testtime.report.finding_variants import tell_origin
+from testtime.report.further import Part, compare
 from testtime.report.results import BASELINE, ORIGINAL, Results, Table, column_title
 from testtime.report.run_figures import stream_verdicts
 from testtime.report.sources import ResultsError, read_verdicts
@@ -84,7 +85,24 @@ def tell_harm(found: Findings) -> str:
     words += "what harms is what earlier images left behind." if own[1] <= own[0] else "the step itself harms."
     if "seeds" in found.parts and ("online", "cifar10") in found.parts["seeds"].results.sources:
         words += f" {tell_original(found.parts['seeds'].results)}"
-    return f"{table(heads, rows)}\n\n{wrap(words)}"
+    others = [_tell_orders(found.parts["orders"])] if "orders" in found.parts else []
+    return "\n\n".join([table(heads, rows), wrap(words), *others])
+
+
+def _tell_orders(part: Part) -> str:
+    """The harm in several orders of the same images."""
+    top, sources = part.results.tables[0], part.results.sources
+    seeds, rows = part.runs[0].about["seeds"], []
+    for column in (*([ORIGINAL] if ORIGINAL in top.columns else []), *top.shifted):
+        base, online = (
+            {one.unit.seed: one.unit.verdicts().right for one in sources[method, top.set_name(column)]}
+            for method in (BASELINE, "online")
+        )
+        gaps = [100 * float(np.mean(base[seed]) - np.mean(online[seed])) for seed in seeds]
+        rows.append([_title(top, column), *_signed_row([*gaps, float(np.mean(gaps))])])
+    words = f"The same images in {len(seeds)} orders, TTT-Online minus JT in points:"
+    heads = ["", *(f"order {seed}" for seed in seeds), "mean"]
+    return "\n\n".join([wrap(words), table(heads, rows), tell_origin(part)])
 
 
 def tell_original(seeds: Results) -> str:

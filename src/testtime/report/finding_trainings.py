@@ -15,7 +15,10 @@ from testtime.training.pool import hash_tensors
 
 _FOLDER = "photographs"  # what a folder of pictures is called in commands
 _WHOLE = 50_000  # training images of CIFAR-10
-_SHARED = ("gn-plain", "gn-alp", "bn-joint", "bn-plain", "seed-1", "seed-2")  # which no record says
+_SHARED = (  # the GPU with others, which no record says
+    *("gn-plain", "gn-alp", "bn-joint", "bn-plain", "seed-1", "seed-2"),
+    *("uda", "imagenette-joint", "imagenette-plain"),
+)
 
 
 def tell_trainings(found: Findings) -> str:

@@ -29,7 +29,8 @@ FILES: Mapping[str, tuple[Path, ...]] = {
     "threshold": (FOLDER / "threshold.json",),
     "steps": (FOLDER / "steps.json",),
     "seeds": (FOLDER / "seed-1.json", FOLDER / "seed-2.json"),
-    "best": (FOLDER / "best.json",),
+    "orders": (FOLDER / "mild-orders.json",),
+    "best": (FOLDER / "best.json", FOLDER / "best-levels.json"),
     "tuning": (FOLDER / "tuning.json",),
     "costs": (FOLDER / "costs.json",),
     "photographs": (PICTURES / "level-5.json",),
@@ -40,8 +41,8 @@ FILES: Mapping[str, tuple[Path, ...]] = {
 SHARED = tuple(
     FOLDER / f"{name}.json"
     for name in (
-        *("baseline", "alp", "best", "fast", "threshold", "steps"),
-        *("gradual", "batch-norm", "seed-1", "seed-2", "tuning"),
+        *("baseline", "uda", "alp", "best", "fast", "threshold", "steps"),
+        *("gradual", "gradual-uda", "batch-norm", "seed-1", "seed-2", "tuning", "mild-orders"),
     )
 )
 """The files whose runs shared their GPU with others, which no record says: their times are no measure of speed."""

@@ -1,0 +1,68 @@
+"""Where learning along the stream does harm, in the document of results: made-up numbers in, the right cells out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from report_files import COUNT, make_file, make_main, read, row, rows_of, said
+from report_runs import make_columns
+from testtime.evaluate import stream_order
+from testtime.report.finding_streams import tell_harm, tell_losses, tell_thousands
+from testtime.report.further import FILES
+from testtime.runs import Unit, open_run
+from testtime.runs.summary import write_summary
+from testtime.runs.units import write_unit
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    make_main(tmp_path)
+    return tmp_path
+
+
+def test_where_the_harm_arises(root: Path) -> None:
+    told = tell_harm(read(root))
+    # Only fog at level 1 has more wrong answers than `fixed`: images 10 and 11, two of fifty.
+    order = stream_order(COUNT, 0).tolist()
+    fifths = ["0.00"] * 5
+    for image in (10, 11):
+        fifths[order.index(image) // 10] = "+10.00"
+    assert row(told, "fog 1")[0] == "+4.00"
+    assert row(told, "fog 1")[3] == "0.5000"
+    assert row(told, "fog 1")[4:] == fifths
+    assert row(told, "mean of these")[4:] == fifths
+    assert "airplane +20.00, automobile +20.00" in said(told).replace(
+        "automobile +20.00, airplane +20.00", "airplane +20.00, automobile +20.00"
+    )
+    assert "The error is 24.00% just before each image's own step and 24.00% after it" in said(told)
+    assert "orders" not in told
+    losses = tell_losses(read(root))
+    assert row(losses, "fog 1") == ["20.00", "24.00", "+4.00", "+0.1"]
+    assert "On 1 of 16 sets TTT-Online's error is above JT's" in said(losses)
+
+
+def test_the_harm_in_other_orders(root: Path) -> None:
+    file = FILES["orders"][0]
+    folder = root / "folders" / file.with_suffix("")
+    make_file(root, file, {"fixed": [4, 10], "online": [5, 12]}, ["cifar10", "cifar10-c/fog/1"])
+    about = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(about | {"seeds": [0, 1]}))
+    for name, wrong in (("cifar10", {"fixed": 4, "online": 4}), ("cifar10-c/fog/1", {"fixed": 10, "online": 7})):
+        for method, count in wrong.items():
+            columns = make_columns(np.arange(COUNT) >= count, order=stream_order(COUNT, 1).numpy())
+            write_unit(folder, Unit.of(method, name, 1), columns, 1.0)
+    write_summary(root / file, [open_run(folder)])
+    told = tell_harm(read(root)).partition("The same images in 2 orders, TTT-Online minus JT in points:")[2]
+    assert rows_of(told)[0] == ["", "order 0", "order 1", "mean"]
+    assert row(told, "original") == ["+2.00", "0.00", "+1.00"]
+    assert row(told, "fog 1") == ["+4.00", "−6.00", "−1.00"]
+    assert "[`mild-orders.json`]" in told
+
+
+def test_thousands_along_the_stream(root: Path) -> None:
+    told = tell_thousands(read(root))
+    assert rows_of(told)[2:] == [["1–50", "23.3", "12.7", "−10.67", "0.00"]]
