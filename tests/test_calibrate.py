@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from typing import Literal
 
 import pytest
 import torch
 
 from testtime import calibrate
+from testtime.augment import CropFlip
+from testtime.learner import Settings
+from testtime.networks import resnet18, resnet26
+from testtime.tasks import Rotation
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +74,21 @@ def test_one_that_does_not_fit_is_an_error() -> None:
         calibrate.fit(3, work)
 
 
-@pytest.mark.parametrize(
-    ("copies", "size", "most"), [(32, 32, 4), (8, 16, 64), (32, 33, 3), (64, 224, 1), (1, 4096, 1)]
-)
+def describe(copies: int, turns: Literal["random", "all"] = "random") -> Settings:
+    return Settings(steps=1, copies=copies, task=Rotation(turns), augment=CropFlip())
+
+
+@pytest.mark.parametrize(("copies", "size", "most"), [(32, 32, 4), (8, 16, 64), (32, 33, 3), (64, 224, 1), (1, 512, 1)])
 def test_a_cpu_takes_no_more_pixels_at_once_than_are_fast(copies: int, size: int, most: int) -> None:
-    assert calibrate.most_on_cpu(copies, (3, size, size)) == most
+    net = resnet26(depth=8).eval()
+    assert calibrate.most_together(net, describe(copies), (3, size, size)) == most
+    assert calibrate.most_together(net, describe(copies, "all"), (3, size, size)) == max(1, most // 4)
+
+
+def test_the_largest_tensor_on_the_way_is_found() -> None:
+    net = resnet18(8).eval()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    assert calibrate.largest_features(net, torch.zeros(1, 3, 64, 64)) == 64 * 32 * 32  # after the first convolution
+    assert calibrate.largest_features(resnet26(depth=8).eval(), torch.zeros(1, 3, 32, 32)) == 16 * 32 * 32
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert not any(layer._forward_hooks for layer in net.modules())

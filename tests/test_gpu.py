@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from testtime import Episodic, Fixed, Online, Prediction, ResizedCropFlip, Rotation, YNet, resnet26
+from testtime import Episodic, Fixed, Online, Prediction, ResizedCropFlip, Rotation, YNet, calibrate, resnet26
 from testtime.capture import Captured, arithmetic, check_precision
 from testtime.data import TensorSet
 from testtime.networks.replicas import Replicas
@@ -287,6 +287,14 @@ def test_streams_that_take_turns_are_those_side_by_side(precision: Any) -> None:
     together.load_state_dict(state)
     for name, tensor in together.state_dict().items():
         assert torch.equal(tensor.cpu(), state[name].cpu()), name
+
+
+def test_no_more_go_side_by_side_than_our_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "LARGEST", 3 * 4 * 16 * 32 * 32 + 1)  # three times four views' largest features
+    streams, episodes = Streams(network(depth=8).cuda(), 5, copies=4), Episodic(network(depth=8).cuda(), copies=4)
+    streams.predict(bytes_(5))
+    assert streams.together == 3
+    assert episodes._side_by_side(bytes_(5).cuda()) == 3
 
 
 @pytest.mark.parametrize("kind", ["streams", "episodes"])

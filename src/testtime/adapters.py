@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from testtime import augment as augmentations
 from testtime import tasks
 from testtime.adapt import gate, look, run, run_each
-from testtime.calibrate import fastest, fit, most_on_cpu
+from testtime.calibrate import fastest, fit, most_together
 from testtime.capture import Precision, arithmetic, check_precision
 from testtime.learner import Learner, Preset, Settings, find_preset, is_rowwise, load_learner, save_learner
 from testtime.networks.replicas import Replicas
@@ -86,6 +86,7 @@ class Adapter(nn.Module):
             # In a list, which hides it from nn.Module: it is not the adapter's to train or to move.
             self._networks = [copy.deepcopy(net).eval().requires_grad_(False)]
         self._base: Replicas | None = None
+        self._mosts: dict[tuple[int, ...], int] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -192,6 +193,12 @@ class Adapter(nn.Module):
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
         """Go on with what `_learned` gave."""
+
+    def _most(self, shape: tuple[int, ...]) -> int:
+        """How many episodes or streams to compute side by side, if the memory is large enough."""
+        if shape not in self._mosts:
+            self._mosts[shape] = most_together(self._networks[0], self.settings, shape)
+        return self._mosts[shape]
 
     def _unadapted(self, images: Tensor) -> Prediction:
         """The answers of the network as it was given."""
@@ -320,13 +327,13 @@ class Episodic(Adapter):
         """How many episodes to run at once for these images."""
         if self.parallel != "auto":
             return self.parallel
+        most = self._most(tuple(images.shape[1:]))
         if images.is_cuda:
-            counts = [16, 64, 256]
-            if len(images) < 2 * counts[-1]:  # too few to be worth a trial
-                return min(len(images), 64)
+            counts = [count for count in (16, 64, 256) if count <= most]
+            if len(counts) < 2 or len(images) < 2 * counts[-1]:  # too few to be worth a trial
+                return min(len(images), most, 64)
         else:
-            most = min(len(images) // 2, most_on_cpu(self.settings.copies, images.shape[1:]))
-            counts = [count for count in (1, 4, 16, 64) if count <= most]
+            counts = [count for count in (1, 4, 16, 64) if count <= min(most, len(images) // 2)]
             if len(counts) < 2:
                 return 1
 

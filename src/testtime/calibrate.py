@@ -7,6 +7,13 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor, nn
+
+from testtime.adapt import make_views
+from testtime.learner import Settings
+from testtime.networks.tall import LARGEST
+from testtime.networks.ynet import YNet
+from testtime.randomness import Draws
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +55,41 @@ def fastest(key: Hashable, counts: Sequence[int], trial: Callable[[int], float])
     return best
 
 
-def most_on_cpu(copies: int, shape: Sequence[int]) -> int:
-    """How many episodes or streams to compute side by side on a CPU at most.
+def most_together(net: YNet, settings: Settings, shape: Sequence[int]) -> int:
+    """How many episodes or streams to compute side by side at most, however large the memory.
 
-    Steps on more pixels at once are no faster, and what they keep for the way back fills the memory.
+    On a CPU, steps on more pixels at once are no faster, and what they keep for the way back fills the memory. On CUDA
+    larger tensors are not for kernels of ours, and torch's are slower.
 
     Args:
-        copies: Views of an image in a step.
+        net: The network, in evaluation mode.
+        settings: How it learns, with augmentation and task.
         shape: (C, H, W) of the images.
     """
-    return max(1, _PIXELS // (copies * shape[-2] * shape[-1]))
+    device = next(net.parameters()).device
+    draws = Draws.of(0, torch.zeros(1, 1, dtype=torch.int64, device=device))
+    views = make_views(torch.zeros(1, 1, *shape, device=device), draws, settings)[0][0]
+    if device.type == "cpu":
+        return max(1, _PIXELS // (len(views) * views.shape[-2] * views.shape[-1]))
+    return max(1, (LARGEST - 1) // (len(views) * largest_features(net, views[:1])))
+
+
+def largest_features(net: YNet, view: Tensor) -> int:
+    """How many elements the largest tensor has that a layer makes of a view `(1, C, H, W)` for the task."""
+    sizes = [view.numel()]
+
+    def note(layer: nn.Module, given: object, made: object) -> None:
+        if isinstance(made, Tensor):
+            sizes.append(made.numel())
+
+    hooks = [layer.register_forward_hook(note) for layer in net.modules()]
+    try:
+        with torch.no_grad():
+            net.self_supervise(view)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return max(sizes)
 
 
 def fit(count: int, work: Callable[[int], Result]) -> Result:

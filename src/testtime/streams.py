@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from testtime.adapters import Adapter
-from testtime.calibrate import fit, most_on_cpu
+from testtime.calibrate import fit
 from testtime.groups import Groups
 from testtime.learner import Preset, Settings, find_preset, has_rows, is_rowwise, load_learner, save_learner
 from testtime.networks.ynet import YNet
@@ -28,8 +28,8 @@ class Streams(Adapter):
     Args:
         net: The network all streams start from; it is copied.
         count: Number of streams, S.
-        together: At most so many are computed side by side. By default, on CUDA as many as fit into the memory, on a
-            CPU as many as are fast.
+        together: At most so many are computed side by side; by default as many as are fast, if they fit into the
+            memory.
         preset: "paper" or "best", as for `Online`.
         **settings: Fields of `Settings`; they go before the preset's. `share` does not apply.
     """
@@ -115,11 +115,7 @@ class Streams(Adapter):
         return fit(self._groups.together if self._groups else self._most(shape), attempt)
 
     def _most(self, shape: tuple[int, ...]) -> int:
-        """How many streams to compute side by side, if the memory is large enough."""
-        most = self._most_together
-        if most is None and self._device.type == "cpu":
-            most = most_on_cpu(self.settings.copies, shape)
-        return min(self.count, most or self.count)
+        return min(self.count, self._most_together or super()._most(shape))
 
     def _make(self, shape: tuple[int, ...], together: int) -> Groups:
         return Groups(self._networks[0], self.count, together, self.settings, shape)

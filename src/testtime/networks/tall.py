@@ -24,6 +24,8 @@ _FEW, _SMALL = 3, 16_384
 # a CPU, filters of more inputs have our form for any stride only where replicas are alike: otherwise torch's is up to
 # three times as fast (256 to 512 channels on 8×8), and no slower for fewer.
 _NARROW, _LARGE = 64, 2**20
+LARGEST = 2**30
+"""Tensors of as many elements or more are not for CUDA kernels of ours."""
 # Winograd's form takes a third of torch's time up to so many channels, for any images. With more, the filters are large
 # and so are their transforms: it takes half of torch's time from so many pixels of a replica on, with fewer no less.
 _WIDE, _MANY = 128, 1024
@@ -344,7 +346,7 @@ def _scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: int = 1)
 
 def _kernels_fit(layer: _Conv2d | _GroupNorm, x: Tensor) -> bool:
     """Whether a layer has a CUDA kernel of ours for these inputs."""
-    if not x.is_cuda or not has_triton() or x.numel() >= 2**30:
+    if not x.is_cuda or not has_triton() or x.numel() >= LARGEST:
         return False
     if isinstance(layer, _GroupNorm):
         channels = x.shape[1]
