@@ -7,6 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from testtime.training import (
     train,
     train_together,
 )
+from testtime.training.loop import _errors
 from testtime.training.replicated import Replicated
 
 SHORT = Recipe(epochs=3, batch=8, lr=0.02, drops=(2,), attack_steps=2)
@@ -401,3 +403,19 @@ def test_bad_arguments_are_one_line_and_leave_nothing(
     assert command(*arguments, "--out", tmp_path / "out") in (1, 2)
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_large_test_images_go_through_the_network_a_few_at_a_time() -> None:
+    sizes: list[int] = []
+
+    class Counting(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            sizes.append(len(images))
+            return torch.eye(2)[(images[:, 0, 0, 0] > 0).long()]
+
+    labels = torch.arange(40) % 2
+    images = (255 * labels).to(torch.uint8)[:, None, None, None].expand(40, 1, 160, 160).contiguous()
+    trainer: Any = SimpleNamespace(model=Counting(), count=1, precision="fp32")
+    assert _errors(trainer, Pool("test", images, labels, CPU)) == [0.0]
+    assert sizes == [20, 20]  # as many pixels as 500 images of 32×32
+    assert _errors(trainer, Pool("test", images, 1 - labels, CPU)) == [1.0]

@@ -277,6 +277,8 @@ def _errors(trainer: Trainer, pool: Pool) -> list[float]:
     wrong = torch.zeros(trainer.count, device=pool.device)
     size = 2500 if isinstance(trainer.model, Replicated) and pool.tensor is not None else 500
     size = max(100, size // trainer.count)
+    if pool.device.type == "cpu":  # fewer of large images, whose features fill the memory and are made no faster
+        size = max(1, min(size, size * 1024 // (pool.shape[-2] * pool.shape[-1])))
     for indices in torch.arange(rank(), pool.count, world(), device=pool.device).split(size):
         with arithmetic(trainer.precision, pool.device):
             answers = trainer.model(pool.take(indices).repeat(trainer.count, 1, 1, 1)).argmax(1)
