@@ -34,8 +34,8 @@ def tell_trainings(found: Findings) -> str:
     apart = [f", but for `{name}` ({groups[name][0]['hardware']['processor']})" for name in others]
     words = (
         f"Every training is on one {device}{''.join(apart)}, with a test after each epoch where a test error stands "
-        "here, which nothing was chosen by; the network kept is that of the last epoch. Trainings that went side by "
-        "side share their seconds evenly."
+        "here. It chose no network: the one kept is that of the last epoch. Trainings that went side by side share "
+        "their seconds evenly."
     )
     if any(name in groups for name in _SHARED):
         words += " † These shared the GPU with other trainings, so that their seconds are no measure of speed."
