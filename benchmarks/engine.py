@@ -10,8 +10,9 @@ reference is the adapter without graphs and without kernels of ours for the CPU.
 network on large batches, counted as steps of as many images as there are copies: what the hardware gives when nothing
 has to be kept apart.
 
-Streams and episodes that do not fit into the memory side by side take turns; the row says how many are computed at
-once. Peak memory is all that torch has taken from the GPU while a row is measured, recorded graphs included.
+Streams and episodes that do not fit into the memory side by side take turns, and so do streams whose tensors would be
+too large for the fast kernels; the row says how many are computed at once. Peak memory is all that torch has taken from
+the GPU while a row is measured, recorded graphs included.
 
 On a CPU the rows take turns, so that whatever else the machine does falls on all of them.
 """

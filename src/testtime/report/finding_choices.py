@@ -126,16 +126,18 @@ def _tell_preset(part: Part, parts: Mapping[str, Part]) -> str:
 
 def _tell_harm(levels: Mapping[int, Table]) -> str:
     """Whether the preset does harm anywhere."""
-    gaps = {
-        "the original set" if column == ORIGINAL else f"{column_title(column)} {level}": each.rows[BEST][column].error
-        - each.rows["fixed"][column].error
-        for level, each in levels.items()
-        for column in (ORIGINAL, *each.shifted)
-        if column in each.rows[BEST]
-    }
-    worst, harmed = max(gaps, key=lambda title: gaps[title]), [title for title, gap in gaps.items() if gap > 0]
-    where = f"above `fixed` on {', '.join(harmed)}" if harmed else f"below `fixed` on every one of {len(gaps)} sets"
-    return f"It is {where}; least gain or most loss on {worst} ({points(gaps[worst])})."
+    gaps = {}
+    for level, each in levels.items():
+        ours, base = each.rows[BEST], each.rows["fixed"]
+        for column in (column for column in (ORIGINAL, *each.shifted) if column in ours):
+            title = "the original set" if column == ORIGINAL else f"{column_title(column)} {level}"
+            gaps[title] = ours[column].error - base[column].error
+    harmed = [title for title, gap in gaps.items() if gap > 0]
+    worst = max(gaps, key=lambda title: gaps[title])
+    return (
+        f"It is above `fixed` on {', '.join(harmed) or 'none'} of {len(gaps)} sets; least gain or most loss on {worst} "
+        f"({points(gaps[worst])})."
+    )
 
 
 def _find_preset(part: Part) -> Mapping[str, Any]:
