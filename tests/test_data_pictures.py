@@ -53,6 +53,12 @@ def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
     picture = read_picture(save(tmp_path / "a.png", values))
     assert picture[0].tolist() == [[0, 1, 128, 255]]
     assert picture.shape == (3, 1, 4)
+    assert torch.equal(read_picture(save(tmp_path / "a.tif", values)), picture)
+
+
+def test_thirty_two_bits_have_no_known_range(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="beyond 16 bits"):
+        read_picture(save(tmp_path / "a.tif", np.array([[0, 255, 65535]], dtype=np.int32)))
 
 
 def test_transparent_parts_become_white(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", 
 
 # Only formats that Pillow decodes by itself: others (EPS) would start programs.
 _FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-_ORIENTATION = 0x0112
+_ORIENTATION, _BITS = 0x0112, 0x0102
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -216,7 +216,8 @@ def _to_rgb(image: Image.Image, source: Source) -> Image.Image:
         orientation = None
     if image.mode.startswith("I"):
         values = np.asarray(image).astype(np.int64)
-        if values.min() < 0 or values.max() > 65535:
+        # Others than TIFFs have 16 bits, whatever Pillow makes of them.
+        if values.min() < 0 or values.max() > 65535 or 32 in getattr(image, "tag_v2", {}).get(_BITS, ()):
             raise DataError(_name(source), "its pixels are beyond 16 bits")
         picture = Image.fromarray(np.round(values / 257).astype(np.uint8)).convert("RGB")
     elif image.mode == "F":
