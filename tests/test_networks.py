@@ -301,6 +301,14 @@ def test_models_that_cannot_be_split_say_why_and_stay_as_they_are(
     assert all(module.training == training for module in user_model.modules())
 
 
+def test_a_model_with_lazy_layers_is_to_be_called_before_it_is_split() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(10))
+    with pytest.raises(ValueError, match="call it on an image first"):
+        split(model, "0")
+    model(torch.zeros(1, 3, 8, 8))
+    assert split(model, "0").self_supervise(torch.zeros(1, 3, 8, 8)).shape == (1, 4)
+
+
 # Checkpoints
 
 BUILDERS: dict[str, Callable[[], YNet]] = {

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
 from testtime.storage import whole_file
 
@@ -267,6 +268,8 @@ def split(
     Raises:
         ValueError: The cut is not possible; the message names the layers where it is.
     """
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError("The model has lazy layers, which have no weights yet: call it on an image first.")
     graph = _trace(model)
     cuts = _possible_cuts(graph)
     if at not in cuts:
