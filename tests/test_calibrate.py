@@ -85,10 +85,12 @@ def test_a_cpu_takes_no_more_pixels_at_once_than_are_fast(copies: int, size: int
     assert calibrate.most_together(net, describe(copies, "all"), (3, size, size)) == max(1, most // 4)
 
 
-def test_the_largest_tensor_on_the_way_is_found() -> None:
+def test_our_kernels_limit_is_the_largest_tensor_on_the_way() -> None:
     net = resnet18(8).eval()
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    assert calibrate.largest_features(net, torch.zeros(1, 3, 64, 64)) == 64 * 32 * 32  # after the first convolution
-    assert calibrate.largest_features(resnet26(depth=8).eval(), torch.zeros(1, 3, 32, 32)) == 16 * 32 * 32
+    # After the first convolution 64 channels of 112×112: below 2**30 with 20 times 64 views, above it with 21.
+    assert calibrate.most_for_kernels(net, torch.zeros(1, 3, 224, 224).expand(64, -1, -1, -1)) == 20
+    assert calibrate.most_for_kernels(resnet26(depth=8).eval(), torch.zeros(32, 3, 32, 32)) == 2047
+    assert calibrate.most_for_kernels(net, torch.zeros(1, 3, 32, 32).expand(2**20, -1, -1, -1)) == 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     assert not any(layer._forward_hooks for layer in net.modules())

@@ -291,9 +291,10 @@ def test_streams_that_take_turns_are_those_side_by_side(precision: Any) -> None:
 
 def test_no_more_go_side_by_side_than_our_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "LARGEST", 3 * 4 * 16 * 32 * 32 + 1)  # three times four views' largest features
-    streams = Streams(network(depth=8).cuda(), 5, copies=4)
+    streams, episodes = Streams(network(depth=8).cuda(), 5, copies=4), Episodic(network(depth=8).cuda(), copies=4)
     streams.predict(bytes_(5))
     assert streams.together == 3
+    assert episodes._side_by_side(bytes_(5).cuda()) == 3
 
 
 @pytest.mark.parametrize("kind", ["streams", "episodes"])

@@ -86,7 +86,7 @@ class Adapter(nn.Module):
             # In a list, which hides it from nn.Module: it is not the adapter's to train or to move.
             self._networks = [copy.deepcopy(net).eval().requires_grad_(False)]
         self._base: Replicas | None = None
-        self._mosts: dict[tuple[int, ...], int] = {}
+        self._most_by_shape: dict[tuple[int, ...], int] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -196,9 +196,9 @@ class Adapter(nn.Module):
 
     def _most(self, shape: tuple[int, ...]) -> int:
         """How many episodes or streams to compute side by side, if the memory is large enough."""
-        if shape not in self._mosts:
-            self._mosts[shape] = most_together(self._networks[0], self.settings, shape)
-        return self._mosts[shape]
+        if shape not in self._most_by_shape:
+            self._most_by_shape[shape] = most_together(self._networks[0], self.settings, shape)
+        return self._most_by_shape[shape]
 
     def _unadapted(self, images: Tensor) -> Prediction:
         """The answers of the network as it was given."""
@@ -330,7 +330,7 @@ class Episodic(Adapter):
         most = self._most(tuple(images.shape[1:]))
         if images.is_cuda:
             counts = [count for count in (16, 64, 256) if count <= most]
-            if len(counts) < 2 or len(images) < 2 * counts[-1]:  # too few to be worth a trial
+            if len(counts) < 2 or len(images) < 2 * counts[-1]:  # nothing to choose, or too few images
                 return min(len(images), most, 64)
         else:
             counts = [count for count in (1, 4, 16, 64) if count <= min(most, len(images) // 2)]

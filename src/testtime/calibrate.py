@@ -71,12 +71,12 @@ def most_together(net: YNet, settings: Settings, shape: Sequence[int]) -> int:
     views = make_views(torch.zeros(1, 1, *shape, device=device), draws, settings)[0][0]
     if device.type == "cpu":
         return max(1, _PIXELS // (len(views) * views.shape[-2] * views.shape[-1]))
-    return max(1, (LARGEST - 1) // (len(views) * largest_features(net, views[:1])))
+    return most_for_kernels(net, views)
 
 
-def largest_features(net: YNet, view: Tensor) -> int:
-    """How many elements the largest tensor has that a layer makes of a view `(1, C, H, W)` for the task."""
-    sizes = [view.numel()]
+def most_for_kernels(net: YNet, views: Tensor) -> int:
+    """How many times these views, `(M, C, H, W)`, go through a network at once on CUDA kernels of ours."""
+    sizes = [views[0].numel()]
 
     def note(layer: nn.Module, given: object, made: object) -> None:
         if isinstance(made, Tensor):
@@ -85,11 +85,11 @@ def largest_features(net: YNet, view: Tensor) -> int:
     hooks = [layer.register_forward_hook(note) for layer in net.modules()]
     try:
         with torch.no_grad():
-            net.self_supervise(view)
+            net.self_supervise(views[:1])
     finally:
         for hook in hooks:
             hook.remove()
-    return max(sizes)
+    return max(1, (LARGEST - 1) // (len(views) * max(sizes)))
 
 
 def fit(count: int, work: Callable[[int], Result]) -> Result:

@@ -40,7 +40,7 @@ class Streams(Adapter):
         for name, value in (("count", count), ("together", together)):
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        self.count, self._most_together = count, together
+        self.count, self._limit = count, together
         super().__init__(net, Settings(**{**find_preset(preset), **settings}))
         if self.settings.share != "image":
             raise ValueError("Streams take one image each, so there is no batch to `share`.")
@@ -50,7 +50,7 @@ class Streams(Adapter):
     @property
     def together(self) -> int:
         """How many streams are computed side by side; before the first images, the most that may be."""
-        return self._groups.together if self._groups else min(self.count, self._most_together or self.count)
+        return self._groups.together if self._groups else min(self.count, self._limit or self.count)
 
     def reset(self, streams: Tensor | None = None) -> None:
         """Forget everything, or what the given streams, int `(M,)`, learned and counted."""
@@ -115,7 +115,7 @@ class Streams(Adapter):
         return fit(self._groups.together if self._groups else self._most(shape), attempt)
 
     def _most(self, shape: tuple[int, ...]) -> int:
-        return min(self.count, self._most_together or super()._most(shape))
+        return min(self.count, self._limit or super()._most(shape))
 
     def _make(self, shape: tuple[int, ...], together: int) -> Groups:
         return Groups(self._networks[0], self.count, together, self.settings, shape)
