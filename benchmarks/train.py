@@ -1,13 +1,13 @@
 """How fast training runs: an ordinary loop and ours, side by side; and whether photographs arrive as fast as they go.
 
     python benchmarks/train.py --quick                         # two CPU cores, about two minutes
-    python benchmarks/train.py --device cuda --bf16 --out results/train-h200.json
-    python benchmarks/train.py --device cuda --bf16 --only-imagenet --imagenet synthetic \
-        --out results/photographs-h200.json
+    python benchmarks/train.py --device cuda --precision fp32 tf32 bf16 --out results/train-h200.json
+    python benchmarks/train.py --device cuda --only-imagenet --imagenet synthetic --out results/photographs-h200.json
 
 The ordinary loop is how such a training is usually written: a torch DataLoader with worker processes, each image
 augmented by itself as a Pillow picture, the network eager, a batch turned four ways, two losses, one backward pass,
-torch's own choice of arithmetic (TF32 in convolutions on CUDA) or autocast. Ours is what `testtime train` does in an
+torch's own choice of arithmetic (TF32 in convolutions on CUDA; ours is compared with that in fp32 and in tf32) or, for
+bf16, autocast. Ours is what `testtime train` does in an
 epoch: the images on the device, `Trainer.batches` and `Trainer.step`. Both train ResNet-26 jointly on batches of 128
 with the same recipe; ours also from two and three seeds side by side, where images and epochs are those of all seeds
 together. Steps are timed in five pieces of `--seconds` in all, after a warm-up that is not counted (compiling,
@@ -184,27 +184,28 @@ def compare_loops(options: argparse.Namespace, device: torch.device) -> tuple[li
     """The ordinary loop's rows and ours, on CIFAR-10 or images like it."""
     images, labels, what = read_cifar(options.data)
     pool = Pool("images", images, labels, device)
-    precisions = ["fp32", "bf16"] if options.bf16 else ["fp32"]
     print(f"\nresnet26, 32×32, joint, batch {options.batch}: {what}")
     rows: list[Row] = []
     warm = 20 if device.type == "cuda" else 1
-    for precision in precisions:
+    ordinary: dict[bool, float] = {}  # images a second, without and with autocast
+    for precision in options.precision:
         about: Row = {"network": "resnet26", "size": 32, "precision": precision}
         bf16 = precision == "bf16"
-        steps = ordinary_steps(resnet26().to(device), images, labels, options.batch, options.workers, bf16)
-        row = measure(device, steps, options.seconds, warm, options.batch)
-        name = f"ordinary loop, {options.workers} workers, {precision}"
-        ordinary = row["images_per_s"]
-        rows.append(show({"name": name} | about | row | epochs_of(row, "cifar10") | {"times_ordinary": 1.0}))
-        del steps  # and its workers
-        recipe = Recipe.cifar(batch=options.batch, bf16=bf16)
+        if bf16 not in ordinary:
+            steps = ordinary_steps(resnet26().to(device), images, labels, options.batch, options.workers, bf16)
+            row = measure(device, steps, options.seconds, warm, options.batch)
+            name = f"ordinary loop, {options.workers} workers, {precision}"
+            ordinary[bf16] = row["images_per_s"]
+            rows.append(show({"name": name} | about | row | epochs_of(row, "cifar10") | {"times_ordinary": 1.0}))
+            del steps  # and its workers
+        recipe = Recipe.cifar(batch=options.batch, precision=precision)
         for seeds in options.seeds:
             trainer = Trainer(
                 [Training(resnet26(seed=seed).to(device), replace(recipe, seed=seed), pool) for seed in range(seeds)]
             )
             row = measure(device, our_steps(trainer), options.seconds, warm, seeds * options.batch)
             trainer.finish()
-            ratio = {"seeds": seeds, "times_ordinary": round(row["images_per_s"] / ordinary, 2)}
+            ratio = {"seeds": seeds, "times_ordinary": round(row["images_per_s"] / ordinary[bf16], 2)}
             name = f"testtime, {seeds} seeds side by side, {precision}" if seeds > 1 else f"testtime, {precision}"
             rows.append(show({"name": name} | about | row | epochs_of(row, "cifar10") | ratio))
     return rows, what
@@ -245,9 +246,9 @@ def photographs(
     options: argparse.Namespace, device: torch.device, pictures: PictureSet, size: int, cache: Path
 ) -> list[Row]:
     """From files to steps: what each stage gives, for ResNet-18 on crops that are a bit smaller than the pictures."""
-    bf16, batch = device.type == "cuda", options.photograph_batch
+    batch, precision = options.photograph_batch, "bf16" if device.type == "cuda" else "fp32"
     seconds = options.seconds / 2  # there are many rows
-    about: Row = {"network": "resnet18", "size": size, "precision": "bf16" if bf16 else "fp32"}
+    about: Row = {"network": "resnet18", "size": size, "precision": precision}
     mean_bytes = round(sum((pictures.folder / name).stat().st_size for name in pictures.files) / len(pictures))
     side = f"{pictures.size}×{pictures.size}"
     print(f"\nresnet18, crops of {size} from {side}: {len(pictures):,} files of {mean_bytes:,} bytes, batch {batch}")
@@ -272,7 +273,7 @@ def photographs(
     reading = repeat(lambda: pool.take(random_batch()))
     add("read random batches to the device", measure(device, reading, seconds, 2, batch))
 
-    recipe = Recipe.imagenet(batch=batch, bf16=bf16)
+    recipe = Recipe.imagenet(batch=batch, precision=precision)
     warm = 5 if device.type == "cuda" else 1
     alone = None
     for name, resident in (("training steps, images on the device", None), ("training, fed from the cache", 0)):
@@ -299,7 +300,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="images in a step (default: 128; quick on a CPU 16)")
     parser.add_argument("--workers", type=int, help="the ordinary loop's worker processes (default: up to 8)")
     parser.add_argument("--data", choices=("cifar10", "synthetic"), default="cifar10")
-    parser.add_argument("--bf16", action="store_true", help="measure both loops in bfloat16 as well")
+    parser.add_argument("--precision", nargs="+", choices=("fp32", "tf32", "bf16"), default=("fp32",))
     parser.add_argument("--imagenet", metavar="FOLDER", help="photographs, or synthetic")
     parser.add_argument("--photographs", type=int, help="photographs to take (default: 4096; on a CPU 64)")
     parser.add_argument("--sizes", type=int, nargs="+", default=(224, 128), help="sides of the crops")

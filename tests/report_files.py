@@ -93,7 +93,7 @@ def make_costs(root: Path, seconds: dict[str, float], methods: Mapping[str, Any]
 
 
 def make_record(method: str, seed: int = 0, norm: Any = "group", target: str | None = None) -> dict[str, Any]:
-    recipe = json.loads(json.dumps(asdict(Recipe.cifar(norm, method=method, seed=seed, bf16=True))))
+    recipe = json.loads(json.dumps(asdict(Recipe.cifar(norm, method=method, seed=seed, precision="bf16"))))
     shape = {"name": "resnet26", "depth": 26, "norm": norm}
     held = {"recipe": recipe, "network": {"architecture": shape}, "data": {"name": "cifar10", "count": 50_000}}
     held |= {"target": {"name": target}} if target else {}

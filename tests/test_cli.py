@@ -435,7 +435,7 @@ def test_training_shows_plain_progress_in_a_pipe_and_refuses_other_settings(
 
 
 def test_every_method_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    given = ("plain", ["--weight-decay", "0.01"]), ("alp", ["--bf16"]), ("uda", ["--target", "digits"])
+    given = ("plain", ["--weight-decay", "0.01"]), ("alp", ["--precision", "bf16"]), ("uda", ["--target", "digits"])
     for method, extra in given:
         code, _, err = run(
             capsys, *TINY, "--limit", "16", "--epochs", "1", "--method", method, *extra, "--out", tmp_path / method

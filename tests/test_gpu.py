@@ -360,7 +360,7 @@ def test_images_that_are_read_on_the_way_train_as_those_on_the_device(monkeypatc
     """They come by a stream of their own, while the step before is still running; bit for bit."""
     images = Draws.of(0, torch.arange(512)).integers(256, 3, 32, 32).to(torch.uint8)
     source = TensorSet("pictures", images, torch.arange(512) % 10, tuple("abcdefghij"))
-    recipe = replace(SHORT, batch=32, bf16=True)
+    recipe = replace(SHORT, batch=32, precision="bf16")
     held = train(resnet26(depth=14, seed=1).cuda(), source, recipe=recipe)
     monkeypatch.setattr("testtime.training.pool._resident_bytes", lambda device: 0)
     read = train(resnet26(depth=14, seed=1).cuda(), source, recipe=recipe)
@@ -386,14 +386,14 @@ def test_training_from_a_graph_is_training_step_by_step(
         assert float((one - other).abs().max()) <= bound * moved + 1e-6, name
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("norm", ["group", "batch"])
-def test_training_stopped_on_the_gpu_goes_on_bit_for_bit(norm: Any, bf16: bool, tmp_path: Path) -> None:
+def test_training_stopped_on_the_gpu_goes_on_bit_for_bit(norm: Any, precision: Any, tmp_path: Path) -> None:
     def stop(done: int, total: int, text: str) -> None:
         if done == 9:
             raise KeyboardInterrupt
 
-    recipe = replace(SHORT, bf16=bf16)
+    recipe = replace(SHORT, precision=precision)
     whole = learn_some(norm, recipe).state_dict()
     with pytest.raises(KeyboardInterrupt):
         learn_some(norm, recipe, tmp_path, stop)
@@ -402,14 +402,19 @@ def test_training_stopped_on_the_gpu_goes_on_bit_for_bit(norm: Any, bf16: bool, 
         assert torch.equal(whole[name], resumed[name]), name
 
 
-def test_training_in_bfloat16_learns_what_training_in_float32_does() -> None:
-    losses = []
-    for bf16 in (False, True):
-        net = learn_some("group", replace(SHORT, epochs=30, lr=0.05, drops=(), bf16=bf16))
-        losses.append([entry["loss"] for entry in net.card.record["epochs"]])
-    assert losses[0][-1] < 0.8 * losses[0][0]
-    assert abs(losses[1][0] - losses[0][0]) < 0.05
-    assert abs(losses[1][-1] - losses[0][-1]) < 0.3
+def test_training_in_less_than_float32_learns_what_it_does() -> None:
+    exact, *others = (
+        [entry["loss"] for entry in net.card.record["epochs"]]
+        for net in (
+            learn_some("group", replace(SHORT, epochs=30, lr=0.05, drops=(), precision=precision))
+            for precision in ("fp32", "tf32", "bf16")
+        )
+    )
+    assert exact[-1] < 0.8 * exact[0]
+    for losses in others:
+        assert losses != exact
+        assert abs(losses[0] - exact[0]) < 0.05
+        assert abs(losses[-1] - exact[-1]) < 0.3
 
 
 # Kernels

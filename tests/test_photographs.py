@@ -416,7 +416,7 @@ def test_the_documents_code_runs(
     (code,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
     smaller = {
         '"cuda"': '"cpu"',
-        "epochs=60, bf16=True": "epochs=1, batch=4",
+        'epochs=60, precision="bf16"': "epochs=1, batch=4",
         "size=128": "size=28",
         '"imagenet-c/*/5"': '"imagenet-c/contrast/5"',
         'copies=["64"]': 'copies=["2"], corruptions="contrast", limit=2',

@@ -367,9 +367,9 @@ def test_trainings(root: Path) -> None:
     block = told.partition("```sh\n")[2].partition("```")[0].replace("\\\n", " ")
     lines = [shlex.split(line) for line in block.splitlines()]
     assert [" ".join(words) for words in lines] == [
-        "testtime train --data cifar10 --method plain --norm batch --seed 0 --bf16 --out runs/bn-plain",
+        "testtime train --data cifar10 --method plain --norm batch --seed 0 --precision bf16 --out runs/bn-plain",
         "testtime train --data cifar10 --method uda --targets cifar10,cifar10-c/*/5 --start cifar10-resnet26-gn-joint "
-        "--lr 0.01 --rotations random --limit 12800 --seed 0 --bf16 --out runs/uda",
+        "--lr 0.01 --rotations random --limit 12800 --seed 0 --precision bf16 --out runs/uda",
     ]
     group: Any = typer.main.get_command(app)
     for _, name, *arguments in lines:
@@ -379,18 +379,19 @@ def test_trainings(root: Path) -> None:
 def test_the_command_of_a_training_on_photographs() -> None:
     record = make_record("plain")
     held = record["configuration"]
-    held["recipe"] = json.loads(json.dumps(asdict(Recipe.imagenet(method="plain", epochs=30, bf16=True))))
+    held["recipe"] = json.loads(json.dumps(asdict(Recipe.imagenet(method="plain", epochs=30, precision="bf16"))))
     held["network"]["architecture"] = {"name": "resnet18", "norm": "group", "size": 128}
     held["data"]["name"] = "imagenet/train"
     assert training_command("photographs", [record]) == (
-        "testtime train --data imagenet --method plain --size 128 --epochs 30 --seed 0 --bf16 --out runs/photographs"
+        "testtime train --data imagenet --method plain --size 128 --epochs 30 --seed 0 --precision bf16 "
+        "--out runs/photographs"
     )
     held["data"]["name"] = "folder/train"
     held["network"]["augment"] = {"name": "resized-crop-flip", "size": 128, "scale": [0.35, 1.0]}
     held["recipe"]["weight_decay"] = 5e-4
     assert training_command("small", [record]) == (
         "testtime train --data photographs --method plain --network resnet18 --size 128 --crop-area 0.35 --epochs 30 "
-        "--weight-decay 0.0005 --seed 0 --bf16 --out runs/small"
+        "--weight-decay 0.0005 --seed 0 --precision bf16 --out runs/small"
     )
 
 

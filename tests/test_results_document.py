@@ -20,6 +20,7 @@ from testtime.corruptions import CORRUPTIONS
 from testtime.report import committed, finding_differences, findings
 from testtime.report.committed import Findings
 from testtime.report.documents import bullets, fill, table, update
+from testtime.report.finding_trainings import trained_precision
 from testtime.report.paper import PAPER_NAMES, find_table
 from testtime.report.results import Cell, Table
 from testtime.report.sources import ResultsError
@@ -187,7 +188,8 @@ def test_the_files_belong_together(found: Findings) -> None:
     marks = {run.configuration["networks"]["joint"]["fingerprint"] for run in runs}
     assert marks == {net.fingerprint()} == {found.study["configuration"]["network"]}
     recipe = found.training["configuration"]["recipe"]
-    assert json.loads(json.dumps(asdict(Recipe.cifar("group", bf16=True)))) == recipe
+    paper = json.loads(json.dumps(asdict(Recipe.cifar("group", precision="bf16"))))
+    assert paper == {name: recipe.get(name, trained_precision(recipe)) for name in paper}
     assert len(found.training["epochs"]) == recipe["epochs"]
     first, other = found.runs[0], found.runs[1]
     unit = next(unit for unit in other.units if unit.method == "fixed")

@@ -295,7 +295,7 @@ def test_a_step_reads_nothing_back(method: Any, norm: str) -> None:
         pool = Pool("images", images, labels, torch.device("cpu"))
         other = Pool("target", images[:9], None, torch.device("cpu")) if method == "uda" else None
         net = small_net(norm)
-        one = Trainer([Training(net, replace(SHORT, method=method, bf16=True), pool, other)])
+        one = Trainer([Training(net, replace(SHORT, method=method, precision="bf16"), pool, other)])
         net.train()
         for indices, number, pixels in one.batches(1):
             one.step(indices, number, pixels)
@@ -318,7 +318,7 @@ def test_a_set_read_by_the_batch_trains_as_one_on_the_device(monkeypatch: pytest
 
 
 def test_bfloat16_changes_the_loss_only_a_little() -> None:
-    exact, rough = (train(small_net(), *pictures(), replace(SHORT, bf16=bf16)) for bf16 in (False, True))
+    exact, rough = (train(small_net(), *pictures(), replace(SHORT, precision=name)) for name in ("fp32", "bf16"))
     losses = [[entry["loss"] for entry in net.card.record["epochs"]] for net in (exact, rough)]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
     assert losses[0] != losses[1]

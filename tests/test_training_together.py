@@ -104,8 +104,8 @@ def test_no_training_feels_another() -> None:
 
 def test_bfloat16_side_by_side_stays_near() -> None:
     exact, rough = (
-        train_together([network(seed=seed) for seed in (0, 1)], *pictures(), replace(SHORT, bf16=bf16), seeds=[0, 1])
-        for bf16 in (False, True)
+        train_together([network(seed=seed) for seed in (0, 1)], *pictures(), recipe, seeds=[0, 1])
+        for recipe in (SHORT, replace(SHORT, precision="bf16"))
     )
     for one, other in zip(exact, rough, strict=True):
         assert curve(one) == pytest.approx(curve(other), rel=0.05)
@@ -283,7 +283,7 @@ def test_kernels_train_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) ->
         return isinstance(Trainer([Training(net, recipe, pool)]).model, Replicated)
 
     assert replicates(network())
-    assert not replicates(network(), replace(SHORT, bf16=True))
+    assert not replicates(network(), replace(SHORT, precision="bf16"))
     assert not replicates(resnet26(CLASSES, depth=8, width=4, channels=1, size=8))  # 256 channels
     monkeypatch.setenv("TESTTIME_COMPILE", "0")
     assert not replicates(network())
@@ -336,7 +336,7 @@ class TestOnAGpu:
             if done == 9:
                 raise Stop
 
-        recipe = replace(self.recipe, bf16=True, epochs=6, lr=0.05)
+        recipe = replace(self.recipe, precision="bf16", epochs=6, lr=0.05)
         whole = learn_on_the_gpu(norm, recipe, count)
         folders = [tmp_path / str(seed) for seed in range(count)]
         with pytest.raises(Stop):

@@ -118,9 +118,10 @@ def train(
             rich_help_panel="Recipe",
         ),
     ] = None,
-    bf16: Annotated[
-        bool, typer.Option("--bf16", help="Compute in bfloat16 where that is safe.", rich_help_panel="Recipe")
-    ] = False,
+    precision: Annotated[
+        Literal["fp32", "tf32", "bf16"],
+        typer.Option(help="Arithmetic: exact, or faster on a GPU.", rich_help_panel="Recipe"),
+    ] = "fp32",
     limit: Annotated[
         int | None, typer.Option(min=1, help="Train on this many images only.", show_default="all")
     ] = None,
@@ -150,10 +151,10 @@ def train(
 
     Examples:
       testtime train --data digits --out runs/digits
-      testtime train --data cifar10 --method joint --bf16 --out runs/cifar
-      testtime train --data cifar10 --seeds 0-2 --bf16 --out runs/seeds
+      testtime train --data cifar10 --method joint --precision bf16 --out runs/cifar
+      testtime train --data cifar10 --seeds 0-2 --precision bf16 --out runs/seeds
       testtime train --data photos/ --size 64 --epochs 30 --out runs/photos
-      torchrun --nproc-per-node 8 -m testtime train --data imagenet --bf16 --out runs/i
+      torchrun --nproc-per-node 8 -m testtime train --data imagenet --out runs/i
     """
     from testtime import data as datasets
     from testtime.networks import CheckpointError
@@ -167,7 +168,7 @@ def train(
         raise typer.BadParameter("one seed or several, not both.", param_hint="--seeds")
     out = out or name_folder("train", context.params)
     changes: dict[str, Any] = {"lr": lr, "batch": batch, "weight_decay": weight_decay, "rotations": rotations}
-    changes |= {"method": method, "bf16": bf16}
+    changes |= {"method": method, "precision": precision}
     with process_group(pick_device(device)) as place, contextlib.ExitStack() as stack:
         first = is_first()
         decoding = progress("decode") if first else contextlib.nullcontext()

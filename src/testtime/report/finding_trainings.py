@@ -112,8 +112,15 @@ def training_command(name: str, records: Sequence[Mapping[str, Any]], nets: Mapp
     changed = [key for key in options if recipe[key] != getattr(usual, key)]
     words += [f"--{key.replace('_', '-')} {recipe[key]}" for key in changed]
     words += [f"--limit {held['data']['count']}"] if not crops and held["data"]["count"] < _WHOLE else []
-    words += [f"--seed {recipe['seed']}", *(["--bf16"] if recipe["bf16"] else []), f"--out runs/{name}"]
+    words += [f"--seed {recipe['seed']}"]
+    words += [f"--precision {precision}"] if (precision := trained_precision(recipe)) != usual.precision else []
+    words += [f"--out runs/{name}"]
     return " ".join(words)
+
+
+def trained_precision(recipe: Mapping[str, Any]) -> str:
+    """The arithmetic of a recorded recipe; the oldest records say only whether it was bfloat16."""
+    return recipe["precision"] if "precision" in recipe else "bf16" if recipe["bf16"] else "fp32"
 
 
 def _targets(names: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from testtime.capture import Precision, check_precision
 from testtime.tasks import Task
 
 Method = Literal["plain", "joint", "alp", "uda"]
@@ -31,7 +32,7 @@ class Recipe:
         weight: Weight of the self-supervised losses ("joint", "uda").
         rotations: "all": the rotation task gets every image in all four turns; "random": each in one, by chance.
         seed: Seed of shuffling, augmentation and attacks.
-        bf16: Compute in bfloat16 where that is safe (autocast); parameters stay float32.
+        precision: "fp32" is exact; "tf32" and "bf16" are faster on a GPU. Parameters and their updates stay float32.
         pairing: Weight of the distance between clean and adversarial logits ("alp").
         epsilon: Largest change of a pixel by the attack, on pixels in [0, 1] ("alp").
         attack_steps: Steps of the attack ("alp").
@@ -49,7 +50,7 @@ class Recipe:
     weight: float = 1.0
     rotations: Literal["all", "random"] = "all"
     seed: int = 0
-    bf16: bool = False
+    precision: Precision = "fp32"
     pairing: float = 0.5
     epsilon: float = 8 / 255
     attack_steps: int = 7
@@ -62,6 +63,7 @@ class Recipe:
             raise ValueError(f"`method` must be one of {', '.join(get_args(Method))}, got {self.method!r}.")
         if self.rotations not in ("all", "random"):
             raise ValueError(f'`rotations` must be "all" or "random", got {self.rotations!r}.')
+        check_precision(self.precision)
         for name in ("epochs", "batch", "attack_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")

@@ -42,7 +42,7 @@ class Trainer:
         self.trainings, self.count = list(trainings), len(trainings)
         self.recipe, self.method, self.device = first.recipe, first.method, first.device
         self.steps = first.steps
-        self.precision: Precision = "bf16" if self.recipe.bf16 else "fp32"
+        self.precision: Precision = self.recipe.precision
         self.model: YNet | Replicated = first.net
         if self._replica_fits():
             example = Draws.of(0, torch.arange(2, device=self.device)).uniform(*first.shape)
@@ -69,7 +69,7 @@ class Trainer:
             return True
         layers = [layer for layer in self.trainings[0].net.modules() if isinstance(layer, nn.Conv2d)]
         narrow = all(layer.out_channels <= _NARROW for layer in layers)
-        return narrow and not self.recipe.bf16 and cpu.available()
+        return narrow and self.precision != "bf16" and cpu.available()
 
     def _moved(self) -> list[Tensor]:
         """What the optimizer moves."""
@@ -179,7 +179,7 @@ class Trainer:
         assert labels is not None
         batch = Batch(views[0], labels[indices[:, 0].flatten()], keys[0], *views[1:], *keys[1:])
         found: dict[str, Tensor] = {}
-        mixed = self.recipe.bf16 and not isinstance(self.model, Replicated)  # replicas have their own dtype
+        mixed = self.precision == "bf16" and not isinstance(self.model, Replicated)  # replicas have their own dtype
 
         def loss() -> Tensor:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
