@@ -150,7 +150,8 @@ def make_everything(root: Path) -> list[Path]:
     make_file(root, ROWS["best"], {"best": [3, 9, 5, 4]}, methods={"best": describe("best")})
     make_file(root, FILES["best"][1], {"best": [9, 5, 4] * 4}, EVERY[1:-3], {"best": describe("best")})
     mild = ["cifar10", "cifar10-c/fog/1"]
-    make_file(root, FILES["orders"][0], {"fixed": (4, 10), "online": (4, 12)}, mild)
+    for part in ("orders", "networks"):
+        make_file(root, FILES[part][0], {"fixed": (4, 10), "online": (4, 12)}, mild, mark=part)
     wrong = {"plain": [5, 30, 20, 6], "fixed": [4, 33, 21, 6], "episodic": [4, 25, 15, 6]}
     make_file(root, FILES["batch norm"][0], wrong, norm="batch")
     growing = [f"cifar10-gradual/{name}" for name in ("gaussian_noise", "shot_noise")]
@@ -161,6 +162,8 @@ def make_everything(root: Path) -> list[Path]:
     make_file(root, FILES["steps"][0], {"steps-1-copies-8": (19, 9, 5)}, LEVEL_5[1:])
     for place, file in enumerate(FILES["seeds"]):
         make_file(root, file, {"fixed": [5, 22, 10, 5], "online": [6, 11, 5, 4]}, mark=f"{place + 1}")
+    for place, file in enumerate(FILES["tf32"]):
+        make_file(root, file, {"fixed": [5, 20, 10, 5], "online": [6, 11, 5, 4]}, mark=f"tf32-{place}")
     level_3 = [f"cifar10-c/{name}/3" for name in SHIFTS]
     make_file(root, FILES["tuning"][0], {"fixed": (20, 10, 5), "other": (9, 5, 4)}, level_3)
     make_costs(root, {"fixed": 1.0, "online": 2.0}, {})

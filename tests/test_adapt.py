@@ -989,6 +989,21 @@ def test_a_state_is_a_copy(name: str) -> None:
     assert all(torch.equal(tensor, before[key]) for key, tensor in state.items())
 
 
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_what_online_has_learned_is_a_network(norm: Any) -> None:
+    adapter = Online(network(norm), copies=4, lr=0.05)
+    untouched = adapter.network()
+    assert all(torch.equal(tensor, network(norm).state_dict()[name]) for name, tensor in untouched.state_dict().items())
+    with torch.inference_mode():
+        adapter(pictures(seed=0))
+        net = adapter.network()
+    assert all(parameter.requires_grad for parameter in net.parameters())
+    net(pictures(seed=1)).sum().backward()  # it can be trained on
+    answers = adapter.predict(pictures(seed=1)[:1])
+    assert torch.allclose(answers.logits_before, Fixed(net)(pictures(seed=1)[:1]), atol=1e-5)
+    assert not torch.allclose(Fixed(net)(pictures(seed=1)), Fixed(untouched)(pictures(seed=1)), atol=1e-3)
+
+
 def test_an_untouched_stream_can_be_saved_and_loaded(tmp_path: Path) -> None:
     Online(network(), copies=4).save(tmp_path / "state")
     adapter = Online(network(), copies=4)

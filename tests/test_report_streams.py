@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from report_files import COUNT, make_file, make_main, read, row, rows_of, said
+from report_files import COUNT, make_file, make_main, make_record, read, row, rows_of, said
 from report_runs import make_columns
 from testtime.evaluate import stream_order
 from testtime.report.finding_streams import tell_harm, tell_losses, tell_thousands
-from testtime.report.further import FILES
-from testtime.runs import Unit, open_run
+from testtime.report.further import FILES, TRAININGS
+from testtime.runs import Unit, open_run, open_runs
 from testtime.runs.summary import write_summary
 from testtime.runs.units import write_unit
 
@@ -61,6 +61,24 @@ def test_the_harm_in_other_orders(root: Path) -> None:
     assert row(told, "original") == ["+2.00", "0.00", "+1.00"]
     assert row(told, "fog 1") == ["+4.00", "−6.00", "−1.00"]
     assert "[`mild-orders.json`]" in told
+    assert "trained with" not in told
+
+
+def test_the_harm_to_other_networks(root: Path) -> None:
+    sets = ["cifar10", "cifar10-c/fog/1"]
+    make_file(root, FILES["orders"][0], {"fixed": [4, 10], "online": [5, 12]}, sets)
+    make_file(root, Path("mild-tf32-0.json"), {"fixed": [4, 10], "online": [4, 7]}, sets, mark="t")
+    write_summary(root / FILES["networks"][0], open_runs(root / "mild-tf32-0.json"))
+    own, other = make_record("joint"), make_record("joint", 3)
+    other["configuration"]["recipe"]["precision"] = "tf32"
+    for name, record in (("gn-joint", own), ("tf32-0", other)):
+        (root / TRAININGS[name]).write_text(json.dumps(record))
+    told = tell_harm(read(root)).partition("for 2 networks")[2]
+    assert rows_of(told)[0] == ["trained with", "original", "fog 1", "mean", "lowest order", "highest"]
+    assert row(told, "seed 0, bfloat16") == ["+2.00", "+4.00", "+3.00", "+3.00", "+3.00"]
+    assert row(told, "seed 3, TF32") == ["0.00", "−6.00", "−3.00", "−3.00", "−3.00"]
+    assert row(told, "the paper's network, one order") == ["+0.10", "+0.10", "+0.10", "", ""]
+    assert "[`mild-networks.json`]" in told
 
 
 def test_thousands_along_the_stream(root: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from testtime import Episodic, Fixed, Online, Prediction, YNet, groups, resnet26
+from testtime import Episodic, Fixed, Online, Prediction, YNet, groups, load, resnet26
 from testtime.adapt import run
 from testtime.groups import Groups
 from testtime.randomness import Draws
@@ -94,6 +94,24 @@ def test_each_stream_with_batch_norm_is_its_own_online() -> None:
         for stream in range(COUNT):
             expected = alone[stream].predict(pictures(call)[[stream]])
             assert torch.allclose(answers.logits[[stream]], expected.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("together", [1, 2, COUNT])
+@pytest.mark.parametrize("update", ["encoder", "encoder+ssl"])
+def test_what_a_stream_has_learned_is_a_network(update: Any, together: int, tmp_path: Path) -> None:
+    streams, untouched = (Streams(network(), COUNT, together=together, update=update, **GIVEN) for _ in range(2))
+    assert equal(streams.network(2).state_dict(), network().state_dict())
+    streams.predict(pictures(0)), untouched.predict(pictures(0))
+    streams.network(1).save(tmp_path / "network")
+    net = load(tmp_path / "network")
+    assert net.card == network().card
+    answers, image = streams.predict(pictures(1)), pictures(1)[[1]]
+    assert same(answers, untouched.predict(pictures(1)))
+    assert torch.allclose(answers.logits_before[[1]], Fixed(net)(image), atol=1e-5)
+    assert not torch.allclose(Fixed(net)(image), Fixed(network())(image), atol=1e-3)
+    for stream in (-1, COUNT):
+        with pytest.raises(ValueError, match=f"`stream` must be from 0 to 2, got {stream}"):
+            streams.network(stream)
 
 
 @pytest.mark.parametrize("together", [2, COUNT])

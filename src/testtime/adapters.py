@@ -194,6 +194,13 @@ class Adapter(nn.Module):
     def _load(self, state: Mapping[str, Tensor]) -> None:
         """Go on with what `_learned` gave."""
 
+    def _network(self, learned: Mapping[str, Tensor]) -> YNet:
+        """A copy of the network, with other tensors where there are learned ones of a replica."""
+        with torch.inference_mode(False):
+            net = copy.deepcopy(self._networks[0])
+            net.load_state_dict({**net.state_dict(), **learned})
+        return net.requires_grad_(True)
+
     def _most(self, shape: tuple[int, ...]) -> int:
         """How many episodes or streams to compute side by side, if the memory is large enough."""
         if shape not in self._most_by_shape:
@@ -369,6 +376,11 @@ class Online(Adapter):
         with self._turn:
             super().reset()
             self._learner: Learner | None = None
+
+    def network(self) -> YNet:
+        """A network with what has been learned so far, to save or to use as it is. The stream goes on without it."""
+        with self._turn:
+            return self._network(self._learner.replicas.read(0) if self._learner else {})
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         if self.settings.steps == 0 or len(images) == 0:

@@ -62,6 +62,14 @@ class Groups:
             self._put(rows, pieces, memory)
         return Prediction.join(answers)
 
+    def read(self, row: int) -> dict[str, Tensor]:
+        """A copy of one replica's tensors, by their names in the network."""
+        if self._at_home:
+            return self._home().replicas.read(row)
+        learner = self._learner(1)
+        self._take(learner, torch.tensor([row], device=learner.everyone.device))
+        return learner.replicas.read(0)
+
     def reset(self, rows: Tensor) -> None:
         """Put the replicas where `rows`, bool `(S,)`, is true back to the network as it was given."""
         if self._at_home:

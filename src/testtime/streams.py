@@ -91,6 +91,17 @@ class Streams(Adapter):
             self._numbers[chosen] += 1
         return answers
 
+    def network(self, stream: int) -> YNet:
+        """A network with what a stream has learned so far, to save or to use as it is. The stream goes on without it.
+
+        Raises:
+            ValueError: There is no such stream.
+        """
+        if not 0 <= stream < self.count:
+            raise ValueError(f"`stream` must be from 0 to {self.count - 1}, got {stream}.")
+        with self._turn:
+            return self._network(self._groups.read(stream) if self._groups else {})
+
     def _check_streams(self, streams: Tensor, count: int) -> None:
         if streams.shape != (count,) or streams.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"`streams` must be {count} integers, got {streams.dtype} {tuple(streams.shape)}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,10 +25,14 @@ WORTH = 0.1
 
 
 def tell_seeds(found: Findings) -> str:
-    """JT and TTT-Online of networks trained with other seeds."""
+    """JT and TTT-Online of networks trained with other seeds, and in other arithmetic."""
     part = found.parts.get("seeds")
-    if part is None:
-        return tell_absence("seeds")
+    told = [tell_absence("seeds")] if part is None else _tell_spread(found, part)
+    told += _tell_tf32(found, found.parts["tf32"]) if "tf32" in found.parts else []
+    return "\n\n".join(told)
+
+
+def _tell_spread(found: Findings, part: Part) -> list[str]:
     top = by_level(part.results)[5]
     texts = []
     for method in ("fixed", "online"):
@@ -52,17 +57,40 @@ def tell_seeds(found: Findings) -> str:
         )
     if ORIGINAL in top.columns:
         texts.append(f"{tell_original(part.results)} These are TTT-Online minus JT.")
-    seeds = [found.trainings[name]["configuration"]["recipe"]["seed"] for name in _trained(found)]
     words = (
         f"s is the standard deviation over {top.rows['fixed'][MEAN].repetitions} networks, the one of the other tables "
-        f"and those of training seeds {', '.join(map(str, seeds)) or 'not recorded'}; numbers are their means, on "
+        f"and those of training seeds {_seeds(found, 'seed-')}; numbers are their means, on "
         f"{images_of(top):,} images of each set."
     )
-    return f"{show_table(part.results, top)}\n\n{wrap(words)}\n\n{bullets(texts)}\n\n{tell_origin(part)}"
+    return [show_table(part.results, top), wrap(words), bullets(texts), tell_origin(part)]
 
 
-def _trained(found: Findings) -> list[str]:
-    return [name for name in found.trainings if name.startswith("seed-")]
+def _tell_tf32(found: Findings, part: Part) -> list[str]:
+    """Networks trained in TF32 beside those trained in bfloat16."""
+    top, texts = by_level(part.results)[5], []
+    others = found.parts["seeds"].results if "seeds" in found.parts else found.results
+    usual = by_level(others)[5]
+    for method in ("fixed", "online"):
+        means, known = _means(part.results, top, method), _means(others, usual, method)
+        chance = math.comb(len(means) + len(known), len(means))
+        apart = f": all below all, by chance once in {chance}" if max(means) < min(known) else ""
+        texts.append(
+            f"{PAPER_NAMES[method]}: the means over the corruptions are {', '.join(f'{mean:.2f}' for mean in means)}, "
+            f"in bfloat16 {min(known):.2f} to {max(known):.2f}{apart}."
+        )
+        pairs = {column: (top.rows[method][column].error, usual.rows[method][column].error) for column in top.shifted}
+        most = sorted(pairs, key=lambda column: abs(pairs[column][0] - pairs[column][1]), reverse=True)[:3]
+        told = [f"{column_title(column)} ({pairs[column][0]:.1f} against {pairs[column][1]:.1f})" for column in most]
+        texts.append(f"{PAPER_NAMES[method]}: the two kinds differ most on {', '.join(told)}.")
+    seeds = _seeds(found, "tf32-")
+    words = f"The same training in TF32, {len(part.runs)} networks (training seeds {seeds}):"
+    return ["### Trained in TF32", wrap(words), show_table(part.results, top), bullets(texts), tell_origin(part)]
+
+
+def _seeds(found: Findings, prefix: str) -> str:
+    """The seeds of the trainings whose names begin so."""
+    held = [record for name, record in found.trainings.items() if name.startswith(prefix)]
+    return ", ".join(str(record["configuration"]["recipe"]["seed"]) for record in held) or "not recorded"
 
 
 def _means(results: Results, top: Table, method: str) -> list[float]:

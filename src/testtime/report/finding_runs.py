@@ -8,13 +8,11 @@ from typing import Any
 
 from testtime.report.committed import GRADIENTS, LEVELS, PART, ROWS, STANDARD, TRAINING, Findings, by_level
 from testtime.report.documents import bullets, commands, link, table, wrap
-from testtime.report.finding_trainings import trained_precision, training_command
+from testtime.report.finding_trainings import tell_arithmetic, training_command
 from testtime.report.further import FOLDER, SHARED
 from testtime.report.paper import PAPER_NAMES
 from testtime.report.results import BASELINE, method_title
 from testtime.runs import Run
-
-_ARITHMETIC = {"fp32": "float32", "tf32": "TF32", "bf16": "bfloat16"}
 
 
 def tell_runs(found: Findings) -> str:
@@ -29,7 +27,7 @@ def tell_runs(found: Findings) -> str:
     methods = {name: held for run in every for name, held in run.configuration["methods"].items() if name != BASELINE}
     undone = sum(unit.about["counts"]["rolled_back"] for run in every for unit in run.units)
     chosen = f"; for those of `best` see below{_tell_chosen(found)}" if "best" in methods else ""
-    arithmetic = _ARITHMETIC[trained_precision(recipe)]
+    arithmetic = tell_arithmetic(recipe)
     texts = [
         f"**Network**: ResNet-{shape['depth']}, {shape['norm'].capitalize()} Normalization, trained jointly on the "
         f"{found.training['configuration']['data']['count']:,} training images: {recipe['epochs']} epochs, batches of "

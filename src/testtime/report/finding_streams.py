@@ -10,12 +10,14 @@ from testtime.data.cifar import CLASSES
 from testtime.report.committed import Findings, by_level
 from testtime.report.documents import points, signed, table, wrap
 from testtime.report.finding_levels import paper_value
+from testtime.report.finding_trainings import tell_arithmetic
 from testtime.report.finding_variants import tell_origin
 from testtime.report.further import Part, compare
 from testtime.report.results import BASELINE, ORIGINAL, Results, Table, column_title
 from testtime.report.run_figures import stream_verdicts
 from testtime.report.sources import ResultsError, read_verdicts
 from testtime.report.statistics import sign_test
+from testtime.runs import Run
 
 
 def tell_losses(found: Findings) -> str:
@@ -86,23 +88,55 @@ def tell_harm(found: Findings) -> str:
     if "seeds" in found.parts and ("online", "cifar10") in found.parts["seeds"].results.sources:
         words += f" {tell_original(found.parts['seeds'].results)}"
     others = [_tell_orders(found.parts["orders"])] if "orders" in found.parts else []
+    others += [_tell_networks(found)] if "networks" in found.parts else []
     return "\n\n".join([table(heads, rows), wrap(words), *others])
 
 
 def _tell_orders(part: Part) -> str:
     """The harm in several orders of the same images."""
-    top, sources = part.results.tables[0], part.results.sources
-    seeds, rows = part.runs[0].about["seeds"], []
-    for column in (*([ORIGINAL] if ORIGINAL in top.columns else []), *top.shifted):
-        base, online = (
-            {one.unit.seed: one.unit.verdicts().right for one in sources[method, top.set_name(column)]}
-            for method in (BASELINE, "online")
-        )
-        gaps = [100 * float(np.mean(base[seed]) - np.mean(online[seed])) for seed in seeds]
-        rows.append([_title(top, column), *_signed_row([*gaps, float(np.mean(gaps))])])
-    words = f"The same images in {len(seeds)} orders, TTT-Online minus JT in points:"
-    heads = ["", *(f"order {seed}" for seed in seeds), "mean"]
+    sets, (run,) = _mild_sets(part), part.runs
+    rows = []
+    for column, name in sets.items():
+        gaps = _gaps_by_order(run, name)
+        rows.append([_title(part.results.tables[0], column), *_signed_row([*gaps, float(np.mean(gaps))])])
+    words = f"The same images in {len(run.about['seeds'])} orders, TTT-Online minus JT in points:"
+    heads = ["", *(f"order {seed}" for seed in run.about["seeds"]), "mean"]
     return "\n\n".join([wrap(words), table(heads, rows), tell_origin(part)])
+
+
+def _tell_networks(found: Findings) -> str:
+    """The harm to networks of other trainings, in the mean of several orders."""
+    part, rows = found.parts["networks"], []
+    sets, top = _mild_sets(part), part.results.tables[0]
+    known = {f"mild-{name}": record for name, record in found.trainings.items()}
+    runs = {run.path.name: run for run in part.runs}
+    if "orders" in found.parts:
+        runs = {"of the tables": found.parts["orders"].runs[0]} | runs
+        known["of the tables"] = found.training
+    for name, run in runs.items():
+        recipe = known[name]["configuration"]["recipe"] if known.get(name) else None
+        title = f"seed {recipe['seed']}, {tell_arithmetic(recipe)}" if recipe else name
+        gaps = np.array([_gaps_by_order(run, each) for each in sets.values()])  # (sets, orders)
+        ends = gaps.mean(0).min(), gaps.mean(0).max()
+        rows.append([title, *_signed_row([*gaps.mean(1), gaps.mean(), *ends])])
+    theirs = [paper_value(top, "online", column) - paper_value(top, "fixed", column) for column in sets]
+    rows.append(["the paper's network, one order", *_signed_row([*theirs, float(np.mean(theirs))]), "", ""])
+    heads = ["trained with", *(_title(top, column) for column in sets), "mean", "lowest order", "highest"]
+    words = f"The mean over the orders for {len(runs)} networks, and the lowest and the highest order:"
+    return "\n\n".join([wrap(words), table(heads, rows), tell_origin(part)])
+
+
+def _mild_sets(part: Part) -> dict[str, str]:
+    """The sets of a part by their columns, the original one first."""
+    top = part.results.tables[0]
+    columns = (*([ORIGINAL] if ORIGINAL in top.columns else []), *top.shifted)
+    return {column: top.set_name(column) for column in columns}
+
+
+def _gaps_by_order(run: Run, name: str) -> list[float]:
+    """By how many points `online` is above `fixed` on a set, for each order that a run has."""
+    right = {(unit.method, unit.seed): unit.verdicts().right for unit in run.units if unit.set_name == name}
+    return [100 * float(right[BASELINE, seed].mean() - right["online", seed].mean()) for seed in run.about["seeds"]]
 
 
 def tell_original(seeds: Results) -> str:

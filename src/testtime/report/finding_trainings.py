@@ -16,7 +16,8 @@ from testtime.training.pool import hash_tensors
 _FOLDER = "photographs"  # what a folder of pictures is called in commands
 _WHOLE = 50_000  # training images of CIFAR-10
 _SHARED = (  # the GPU with others, which no record says
-    *("gn-plain", "gn-alp", "bn-joint", "bn-plain", "seed-1", "seed-2"),
+    *("gn-plain", "gn-alp", "bn-joint", "bn-plain"),
+    *("seed-1", "seed-2", "seed-3", "seed-4", "seed-5", "tf32-0", "tf32-1"),
     *("uda", "imagenette-joint", "imagenette-plain"),
 )
 
@@ -121,6 +122,11 @@ def training_command(name: str, records: Sequence[Mapping[str, Any]], nets: Mapp
 def trained_precision(recipe: Mapping[str, Any]) -> str:
     """The arithmetic of a recorded recipe; the oldest records say only whether it was bfloat16."""
     return recipe["precision"] if "precision" in recipe else "bf16" if recipe["bf16"] else "fp32"
+
+
+def tell_arithmetic(recipe: Mapping[str, Any]) -> str:
+    """What to call the arithmetic of a recorded recipe."""
+    return {"fp32": "float32", "tf32": "TF32", "bf16": "bfloat16"}[trained_precision(recipe)]
 
 
 def _targets(names: Sequence[str]) -> str:

@@ -28,8 +28,10 @@ FILES: Mapping[str, tuple[Path, ...]] = {
     "fast": (FOLDER / "fast.json",),
     "threshold": (FOLDER / "threshold.json",),
     "steps": (FOLDER / "steps.json",),
-    "seeds": (FOLDER / "seed-1.json", FOLDER / "seed-2.json"),
+    "seeds": tuple(FOLDER / f"seed-{seed}.json" for seed in range(1, 6)),
+    "tf32": (FOLDER / "tf32-0.json", FOLDER / "tf32-1.json"),
     "orders": (FOLDER / "mild-orders.json",),
+    "networks": (FOLDER / "mild-networks.json",),
     "best": (FOLDER / "best.json", FOLDER / "best-levels.json"),
     "tuning": (FOLDER / "tuning.json",),
     "costs": (FOLDER / "costs.json",),
@@ -42,7 +44,8 @@ SHARED = tuple(
     FOLDER / f"{name}.json"
     for name in (
         *("baseline", "uda", "alp", "best", "fast", "threshold", "steps"),
-        *("gradual", "gradual-uda", "batch-norm", "seed-1", "seed-2", "tuning", "mild-orders"),
+        *("gradual", "gradual-uda", "batch-norm", "tuning", "mild-orders", "mild-networks"),
+        *("seed-1", "seed-2", "seed-3", "seed-4", "seed-5", "tf32-0", "tf32-1"),
     )
 )
 """The files whose runs shared their GPU with others, which no record says: their times are no measure of speed."""
@@ -50,7 +53,10 @@ SHARED = tuple(
 TRAININGS: Mapping[str, Path] = {
     **{
         name: FOLDER / f"training-{name}.json"
-        for name in ("gn-joint", "gn-plain", "gn-alp", "bn-joint", "bn-plain", "seed-1", "seed-2", "uda")
+        for name in (
+            *("gn-joint", "gn-plain", "gn-alp", "bn-joint", "bn-plain", "uda"),
+            *("seed-1", "seed-2", "seed-3", "seed-4", "seed-5", "tf32-0", "tf32-1"),
+        )
     },
     **{f"imagenette-{name}": PICTURES / f"training-{name}.json" for name in ("joint", "plain")},
 }
