@@ -93,6 +93,8 @@ def test_each_network_of_the_engines_file_has_its_table_and_training_its_sentenc
     engines = {"cpu.json": about | {"load_average_before": 0.5, "command": "engine.py", "rows": small}}
     engines |= {"gpu.json": about | {"note": "It is old.", "rows": small + large}}
     loops = [
+        {"name": "ordinary loop, 8 workers, fp32", "precision": "fp32", "images_per_s": 9.0, "times_ordinary": 1.0},
+        {"name": "t", "precision": "tf32", "images_per_s": 90.0, "times_ordinary": 10.0, "seeds": 1},
         {"name": "ordinary loop, 8 workers, bf16", "precision": "bf16", "images_per_s": 10.0, "times_ordinary": 1.0},
         {"name": "t", "precision": "bf16", "images_per_s": 100.0, "times_ordinary": 10.0, "seeds": 1},
         {"name": "t", "precision": "bf16", "images_per_s": 150.0, "times_ordinary": 15.0, "seeds": 3},
@@ -111,8 +113,11 @@ def test_each_network_of_the_engines_file_has_its_table_and_training_its_sentenc
     assert "The most steps, one, are 2.5 times those of plain training on large batches" in told
     assert "are 4.0 times those of plain training on large batches at its fastest (batch 8, eager)" in told
     assert "has not been run" not in told
-    assert "100 images a second (10.0 times), 150 images a second with 3 seeds side by side (15.0 times)" in told
-    assert "against 10 of an ordinary loop, 8 workers; `train.py`" in told
+    assert "| joint training, images/s | ordinary loop, 8 workers | one seed | 3 seeds together |" in told
+    assert "| fp32 | 9 | | |" in told
+    assert "| tf32 | | 90 (10.0 times) | |" in told
+    assert "| bf16 | 10 | 100 (10.0 times) | 150 (15.0 times) |" in told
+    assert "ResNet-26 on H, all seeds counted; `train.py`; [`train.json`](train.json)." in told
 
 
 def test_the_results_are_those_of_the_demo(results: Results) -> None:

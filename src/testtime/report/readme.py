@@ -146,19 +146,21 @@ def _rate(row: Mapping[str, Any]) -> float:
 
 
 def _tell_training(file: str, held: Mapping[str, Any]) -> str:
-    """Joint training beside an ordinary loop, in the fastest arithmetic that was measured."""
+    """Joint training beside an ordinary loop, by arithmetic."""
     rows = [row for row in held["rows"] if "times_ordinary" in row]
-    rows = [row for row in rows if row["precision"] == rows[-1]["precision"]]
-    ordinary, *ours = rows
-    told = []
-    for row in ours:
-        several = f" with {row['seeds']} seeds side by side" if row["seeds"] > 1 else ""
-        told.append(f"{row['images_per_s']:,.0f} images a second{several} ({row['times_ordinary']:.1f} times)")
-    return wrap(
-        f"Joint training of ResNet-26 on {held['hardware'].split(';')[0]}, {rows[0]['precision']}: {', '.join(told)}, "
-        f"against {ordinary['images_per_s']:,.0f} of an {ordinary['name'].split(', b')[0]}; `{held['command']}`; "
-        f"[`{file}`]({file})."
+    counts = sorted({row["seeds"] for row in rows if "seeds" in row})
+    loop = next(row["name"] for row in rows if "seeds" not in row).rpartition(", ")[0]
+    cells: dict[str, dict[int, str]] = {}
+    for row in rows:
+        times = f" ({row['times_ordinary']:.1f} times)" if "seeds" in row else ""
+        cells.setdefault(row["precision"], {})[row.get("seeds", 0)] = f"{row['images_per_s']:,.0f}{times}"
+    heads = ["joint training, images/s", loop, *("one seed" if one == 1 else f"{one} seeds together" for one in counts)]
+    shown = table(heads, [[name, *(own.get(count, "") for count in (0, *counts))] for name, own in cells.items()])
+    words = (
+        f"ResNet-26 on {held['hardware'].split(';')[0]}, all seeds counted; `{held['command']}`; [`{file}`]({file}). "
+        "The ordinary loop has torch's own arithmetic, TF32 in convolutions, or autocast to bf16."
     )
+    return f"{shown}\n\n{wrap(words)}"
 
 
 def tell_demo(results: Results) -> str:
