@@ -91,7 +91,10 @@ def main() -> None:
     about = {"command": command, "network": net.fingerprint(), "seed": options.seed, **describe_machine(device)}
     rows: list[dict[str, Any]] = []
     for name in options.sets:
-        rows += compare(net, name, options, device)
+        try:
+            rows += compare(net, name, options, device)
+        except data.DataError as error:
+            sys.exit(str(error))
         if options.out:  # what is there outlives a kill
             options.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 

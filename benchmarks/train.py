@@ -6,12 +6,12 @@
 
 The ordinary loop is how such a training is usually written: a torch DataLoader with worker processes, each image
 augmented by itself as a Pillow picture, the network eager, a batch turned four ways, two losses, one backward pass,
-torch's own choice of arithmetic (TF32 in convolutions on CUDA; ours is compared with that in fp32 and in tf32) or, for
-bf16, autocast. Ours is what `testtime train` does in an
-epoch: the images on the device, `Trainer.batches` and `Trainer.step`. Both train ResNet-26 jointly on batches of 128
-with the same recipe; ours also from two and three seeds side by side, where images and epochs are those of all seeds
-together. Steps are timed in five pieces of `--seconds` in all, after a warm-up that is not counted (compiling,
-capturing, starting workers); the median piece counts, an epoch is 50,000 images.
+torch's own choice of arithmetic (TF32 in convolutions on CUDA), which ours is compared with in fp32 and in tf32, or for
+bf16 autocast. Ours is what `testtime train` does in an epoch: the images on the device, `Trainer.batches` and
+`Trainer.step`. Both train ResNet-26 jointly on batches of 128 with the same recipe; ours also from two and three seeds
+side by side, where images and epochs are those of all seeds together. Steps are timed in five pieces of `--seconds` in
+all, after a warm-up that is not counted (compiling, capturing, starting workers); the median piece counts, an epoch is
+50,000 images.
 
 `--imagenet FOLDER` measures ResNet-18 on photographs, `FOLDER/train/CLASS/*` or `FOLDER/CLASS/*`; `synthetic` makes
 JPEGs of ImageNet's usual size first. Rows: JPEG decoding into the packed cache, reading random batches from it, reading

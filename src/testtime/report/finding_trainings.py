@@ -9,15 +9,14 @@ from testtime.corruptions import CORRUPTIONS
 from testtime.networks import YNet, load, shipped
 from testtime.report.committed import Findings
 from testtime.report.documents import commands, link, table, wrap
-from testtime.report.further import TRAININGS
+from testtime.report.further import RETRAINED, TRAININGS
 from testtime.training import Recipe
 from testtime.training.pool import hash_tensors
 
 _FOLDER = "photographs"  # what a folder of pictures is called in commands
 _WHOLE = 50_000  # training images of CIFAR-10
 _SHARED = (  # the GPU with others, which no record says
-    *("gn-plain", "gn-alp", "bn-joint", "bn-plain"),
-    *("seed-1", "seed-2", "seed-3", "seed-4", "seed-5", "tf32-0", "tf32-1"),
+    *("gn-plain", "gn-alp", "bn-joint", "bn-plain", *RETRAINED),
     *("uda", "imagenette-joint", "imagenette-plain"),
 )
 

@@ -22,14 +22,18 @@ from testtime.runs.units import Verdicts
 
 FOLDER, PICTURES = Path("results/cifar10"), Path("results/imagenette")
 
+_SEEDS, _TF32 = tuple(f"seed-{seed}" for seed in range(1, 6)), ("tf32-0", "tf32-1")
+RETRAINED = (*_SEEDS, *_TF32)
+"""Networks trained as the joint one but for their seed or their arithmetic."""
+
 FILES: Mapping[str, tuple[Path, ...]] = {
     "batch norm": (FOLDER / "batch-norm.json",),
     "gradual": (FOLDER / "gradual.json", FOLDER / "gradual-uda.json"),
     "fast": (FOLDER / "fast.json",),
     "threshold": (FOLDER / "threshold.json",),
     "steps": (FOLDER / "steps.json",),
-    "seeds": tuple(FOLDER / f"seed-{seed}.json" for seed in range(1, 6)),
-    "tf32": (FOLDER / "tf32-0.json", FOLDER / "tf32-1.json"),
+    "seeds": tuple(FOLDER / f"{name}.json" for name in _SEEDS),
+    "tf32": tuple(FOLDER / f"{name}.json" for name in _TF32),
     "orders": (FOLDER / "mild-orders.json",),
     "networks": (FOLDER / "mild-networks.json",),
     "best": (FOLDER / "best.json", FOLDER / "best-levels.json"),
@@ -45,7 +49,7 @@ SHARED = tuple(
     for name in (
         *("baseline", "uda", "alp", "best", "fast", "threshold", "steps"),
         *("gradual", "gradual-uda", "batch-norm", "tuning", "mild-orders", "mild-networks"),
-        *("seed-1", "seed-2", "seed-3", "seed-4", "seed-5", "tf32-0", "tf32-1"),
+        *RETRAINED,
     )
 )
 """The files whose runs shared their GPU with others, which no record says: their times are no measure of speed."""
@@ -53,10 +57,7 @@ SHARED = tuple(
 TRAININGS: Mapping[str, Path] = {
     **{
         name: FOLDER / f"training-{name}.json"
-        for name in (
-            *("gn-joint", "gn-plain", "gn-alp", "bn-joint", "bn-plain", "uda"),
-            *("seed-1", "seed-2", "seed-3", "seed-4", "seed-5", "tf32-0", "tf32-1"),
-        )
+        for name in ("gn-joint", "gn-plain", "gn-alp", "bn-joint", "bn-plain", *RETRAINED, "uda")
     },
     **{f"imagenette-{name}": PICTURES / f"training-{name}.json" for name in ("joint", "plain")},
 }
