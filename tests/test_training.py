@@ -260,7 +260,7 @@ def test_a_schedule_stretches_with_its_epochs() -> None:
     [
         ("method", "both"), ("epochs", 0), ("batch", 0), ("lr", 0.0), ("lr", float("nan")), ("momentum", 1.0),
         ("weight_decay", -1.0), ("weight", float("inf")), ("drops", (5, 3)), ("drops", (0,)), ("rotations", "two"),
-        ("epsilon", -0.1), ("attack_steps", 0), ("pairing", -1.0),
+        ("epsilon", -0.1), ("attack_steps", 0), ("pairing", -1.0), ("precision", "half"),
     ],
 )  # fmt: skip
 def test_a_bad_recipe_is_refused_by_name(field: str, value: Any) -> None:
