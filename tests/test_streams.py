@@ -114,6 +114,16 @@ def test_what_a_stream_has_learned_is_a_network(update: Any, together: int, tmp_
             streams.network(stream)
 
 
+def test_a_network_asked_for_in_inference_mode_leaves_streams_that_go_on() -> None:
+    streams = Streams(network(), COUNT, **GIVEN)
+    with torch.inference_mode():
+        streams.predict(pictures(0))
+        streams.predict(pictures(1, 2), streams=torch.tensor([0, 1]))  # the rows are apart from now on
+        net = streams.network(0)
+    answers = streams.predict(pictures(2, 1), streams=torch.tensor([0]))
+    assert torch.allclose(answers.logits_before, Fixed(net)(pictures(2, 1)), atol=1e-5)
+
+
 @pytest.mark.parametrize("together", [2, COUNT])
 @pytest.mark.parametrize("update", ["encoder", "encoder+ssl"])
 @pytest.mark.parametrize("norm", ["group", "batch"])

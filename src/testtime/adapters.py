@@ -196,9 +196,8 @@ class Adapter(nn.Module):
 
     def _network(self, learned: Mapping[str, Tensor]) -> YNet:
         """A copy of the network, with other tensors where there are learned ones of a replica."""
-        with torch.inference_mode(False):
-            net = copy.deepcopy(self._networks[0])
-            net.load_state_dict({**net.state_dict(), **learned})
+        net = copy.deepcopy(self._networks[0])
+        net.load_state_dict({**net.state_dict(), **learned})
         return net.requires_grad_(True)
 
     def _most(self, shape: tuple[int, ...]) -> int:
@@ -379,7 +378,7 @@ class Online(Adapter):
 
     def network(self) -> YNet:
         """A network with what has been learned so far, to save or to use as it is. The stream goes on without it."""
-        with self._turn:
+        with self._turn, torch.inference_mode(False):
             return self._network(self._learner.replicas.read(0) if self._learner else {})
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:

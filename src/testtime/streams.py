@@ -99,7 +99,7 @@ class Streams(Adapter):
         """
         if not 0 <= stream < self.count:
             raise ValueError(f"`stream` must be from 0 to {self.count - 1}, got {stream}.")
-        with self._turn:
+        with self._turn, torch.inference_mode(False):
             return self._network(self._groups.read(stream) if self._groups else {})
 
     def _check_streams(self, streams: Tensor, count: int) -> None:
