@@ -1,12 +1,13 @@
 """Why online learning costs a little where nothing has shifted: what the images teach, or that they come one by one?
 
+    python benchmarks/noise.py --quick                              # a few of the built-in digits, seconds: no result
     python benchmarks/noise.py --out results/cifar10/noise.json     # two CPU cores, 40 minutes for a set
 
-Two streams take as many steps at the same learning rate on the same views: 32 copies of every image of a set. In the
-one each step gets 32 copies of one image, which is TTT-Online. In the other each step gets a copy of each of 32 images,
-and the whole set goes by 32 times; so its steps point where the images pull together, and what is peculiar to single
-ones averages out. Every so many steps the network as it is then answers for the whole set. Needs CIFAR-10, and for
-corrupted sets CIFAR-10-C, under `--data-root` or $TESTTIME_DATA.
+Two streams take as many steps at the same learning rate on as many copies, 32 of every image of a set. In the one each
+step gets 32 copies of one image, which is TTT-Online. In the other each step gets a copy of each of 32 images, and the
+whole set goes by 32 times; so its steps point where the images pull together, and what is peculiar to single ones
+averages out. Every so many steps the network as it is then answers for the whole set. Needs CIFAR-10, and for corrupted
+sets CIFAR-10-C, under `--data-root` or $TESTTIME_DATA.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 import testtime as tt
 from testtime import data
 from testtime.machine import describe_machine
+from testtime.networks import CheckpointError
 from testtime.randomness import Draws
 
 COPIES = 32
@@ -73,6 +75,7 @@ def compare(net: tt.YNet, name: str, options: argparse.Namespace, device: torch.
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", default="cifar10-resnet26-gn-joint", help="a network's name or file")
+    parser.add_argument("--quick", action="store_true", help="32 built-in digits, to see that it runs")
     parser.add_argument("--sets", nargs="+", default=["cifar10"])
     parser.add_argument("--every", type=int, default=2000, help="steps between two tests")
     parser.add_argument("--limit", type=int, help="take this many images of a set")
@@ -80,13 +83,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--data-root", type=Path, help="where the data is (default: $TESTTIME_DATA)")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.quick:
+        options.checkpoint, options.sets, options.limit = "digits-resnet8-gn-joint", ["digits"], 32
+    return options
 
 
 def main() -> None:
     options = parse()
     device = torch.device(options.device)
-    net = tt.load(options.checkpoint).to(device).eval()
+    try:
+        net = tt.load(options.checkpoint).to(device).eval()
+    except CheckpointError as error:
+        sys.exit(str(error))
     command = shlex.join(["python", *sys.argv])
     about = {"command": command, "network": net.fingerprint(), "seed": options.seed, **describe_machine(device)}
     rows: list[dict[str, Any]] = []

@@ -373,12 +373,13 @@ def test_trainings(root: Path) -> None:
     (root / TRAININGS["uda"]).write_text(json.dumps(short))
     told = tell_trainings(read(root))
     rows = rows_of(told)[2:]
-    assert rows[0][:7] == [
-        *("ResNet-26, Group Normalization", "joint", "150", "0", "200", "8.58", "`cifar10-resnet26-gn-joint`")
+    assert rows[0][:8] == [
+        *("ResNet-26, Group Normalization", "joint", "150", "0", "bfloat16", "200", "8.58"),
+        "`cifar10-resnet26-gn-joint`",  # whose record is from before `precision` had a name
     ]
-    assert rows[1][:7] == ["ResNet-26, Batch Normalization", "plain", "75", "0", "123", "8.12", ""]
+    assert rows[1][:8] == ["ResNet-26, Batch Normalization", "plain", "75", "0", "bfloat16", "123", "8.12", ""]
     title = "uda, one for each of 16 sets, from `cifar10-resnet26-gn-joint`"
-    assert rows[2][1:7] == [title, "150", "0", "123", "8.12 to 8.12", ""]
+    assert rows[2][1:8] == [title, "150", "0", "bfloat16", "123", "8.12 to 8.12", ""]
     assert len(rows) == 3
     assert told.count(" † |") == 2
     assert "Every training is on one NVIDIA H200, but for `uda` (a processor), with a test after" in said(told)

@@ -13,6 +13,7 @@ from report_runs import make_columns
 from testtime.evaluate import stream_order
 from testtime.report.finding_streams import tell_harm, tell_losses, tell_thousands
 from testtime.report.further import FILES, TRAININGS
+from testtime.report.paper import paper_tables
 from testtime.runs import Unit, open_run, open_runs
 from testtime.runs.summary import write_summary
 from testtime.runs.units import write_unit
@@ -78,7 +79,19 @@ def test_the_harm_to_other_networks(root: Path) -> None:
     assert row(told, "seed 0, bfloat16") == ["+2.00", "+4.00", "+3.00", "+3.00", "+3.00"]
     assert row(told, "seed 3, TF32") == ["0.00", "−6.00", "−3.00", "−3.00", "−3.00"]
     assert row(told, "the paper's network, one order") == ["+0.10", "+0.10", "+0.10", "", ""]
+    # The one network has more than 0.3 points on both sets, the other on none.
+    assert "Of 2 pairs of a network and an order, 1 stays within 0.3 points on all of these sets" in said(told)
     assert "[`mild-networks.json`]" in told
+
+
+def test_within_what_the_paper_has_is_on_every_set(root: Path) -> None:
+    sets = ["cifar10", "cifar10-c/fog/1"]
+    make_file(root, FILES["networks"][0], {"fixed": [4, 10], "online": [3, 11]}, sets)
+    assert "Of 1 pairs of a network and an order, none stay within 0.3" in said(tell_harm(read(root)))
+    theirs = [one.values for one in paper_tables() if (one.set, one.norm) == ("cifar10-c", "group")]
+    pairs = [pair for values in theirs for pair in zip(values["online"], values["fixed"], strict=True)]
+    assert len(pairs) == 5 * 16
+    assert max(round(online - fixed, 1) for online, fixed in pairs) == 0.3
 
 
 def test_thousands_along_the_stream(root: Path) -> None:

@@ -33,6 +33,7 @@ def tell_seeds(found: Findings) -> str:
 
 
 def _tell_spread(found: Findings, part: Part) -> list[str]:
+    """How far networks of different seeds are apart, and from the paper's."""
     top = by_level(part.results)[5]
     texts = []
     for method in ("fixed", "online"):

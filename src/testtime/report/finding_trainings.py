@@ -28,7 +28,7 @@ def tell_trainings(found: Findings) -> str:
     groups = {name: [record] for name, record in found.trainings.items() if not name.startswith("uda ")}
     groups |= {"uda": targets} if targets else {}
     rows = [_tell_training(name, records, nets) for name, records in groups.items()]
-    heads = ["network", "method", "epochs", "seed", "seconds", "last test error in %", "ships as", "file"]
+    heads = ["network", "method", "epochs", "seed", "arithmetic", "seconds", "last test error in %", "ships as", "file"]
     device = found.training["hardware"]["device"]
     others = [name for name, records in groups.items() if records[0]["hardware"]["device"] != device]
     apart = [f", but for `{name}` ({groups[name][0]['hardware']['processor']})" for name in others]
@@ -61,6 +61,7 @@ def _tell_training(name: str, records: Sequence[Mapping[str, Any]], nets: Mappin
         f"{recipe['method']}{several}{f', from `{start}`' if start else ''}",
         str(recipe["epochs"]),
         str(recipe["seed"]),
+        tell_arithmetic(recipe),
         f"{seconds:,.0f}{' †' if name in _SHARED else ''}",
         " to ".join(ends) if len(records) > 1 else "".join(ends[:1]),
         f"`{place}`" if place else "",

@@ -92,7 +92,6 @@ def tell_speed(
             wrap(
                 f"{engine['hardware']}; `{engine['command']}`, medians, {turns}torch {engine['versions']['torch']}; "
                 f"all rows: [`{file}`]({file})."
-                f"{' ' + engine['note'] if 'note' in engine else ''}"
             )
         )
     parts.append(
