@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -462,6 +463,67 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path: Path, capsys: pytest.Ca
     for name, tensor in whole.items():
         assert torch.equal(tensor, killed[name]), name
     assert not list((tmp_path / "killed").glob(".*"))
+
+
+# A thread that nobody waits for, as Ctrl-C leaves behind where it strikes while a pool is starting one.
+FORSAKEN = """
+import sys, threading, time
+import torch
+{imports}
+
+def work():
+    while True:
+        torch.randn(64, 64) @ torch.randn(64, 64)
+
+def interrupt(*arguments, **named):
+    threading.Thread(target=work, daemon=True).start()
+    time.sleep(0.05)
+    print("half a line", end="")
+    raise KeyboardInterrupt
+
+{call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "call"),
+    [
+        (
+            "import testtime.cli, testtime.predict",
+            "sys.modules['testtime.predict'].summarise = interrupt; sys.argv[1:] = ['info', 'x']; testtime.cli.main()",
+        ),
+        (
+            "import runpy, testtime.analysis.study",
+            "testtime.analysis.study.load = interrupt; sys.argv[1:] = '--checkpoint x --data digits --out x'.split(); "
+            "runpy.run_module('testtime.analysis', run_name='__main__')",
+        ),
+    ],
+)
+def test_interrupting_ends_well_whatever_a_forsaken_thread_does(imports: str, call: str) -> None:
+    program = FORSAKEN.format(imports=imports, call=call)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "half a line", "stopped\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_ctrl_c_that_breaks_a_lock_is_ctrl_c_and_a_failing_disk_is_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(failure: Exception) -> Callable[[str], None]:
+        def act(source: str) -> None:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                raise failure
+
+        return act
+
+    broken = RuntimeError("cannot release un-acquired lock")
+    monkeypatch.setattr(sys.modules["testtime.predict"], "summarise", interrupt(broken))
+    assert run(capsys, "info", "x") == (130, "", "stopped\n")
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(sys.modules["testtime.predict"], "summarise", interrupt(full))
+    assert run(capsys, "info", "x") == (1, "", "error: [Errno 28] No space left on device\n")
 
 
 def test_interrupting_is_one_line_and_exit_code_130(tmp_path: Path) -> None:

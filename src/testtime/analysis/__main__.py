@@ -1,7 +1,6 @@
 """`python -m testtime.analysis`: gradient correlation on many test sets."""
 
-import sys
-
 from testtime.analysis.study import main
+from testtime.ending import end_process
 
-sys.exit(main())
+end_process(main())

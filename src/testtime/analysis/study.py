@@ -25,6 +25,7 @@ from testtime.analysis.correlation import BATCH, CONFIDENT, SINGLE, Correlation,
 from testtime.capture import Precision
 from testtime.data import registry
 from testtime.data.sets import DerivedSet, OnBad, TensorSet, TestSet
+from testtime.ending import tell_stopped, was_interrupted
 from testtime.machine import describe_machine
 from testtime.networks.ynet import CheckpointError, YNet, load
 from testtime.storage import find_differences, write_whole
@@ -247,10 +248,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             precision=options.precision,
             tell=tell,
         )
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-    except (CheckpointError, ValueError, OSError, RuntimeError, AssertionError) as error:
+    except (KeyboardInterrupt, CheckpointError, ValueError, OSError, RuntimeError, AssertionError) as error:
+        if was_interrupted(error):
+            return tell_stopped()
         print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 1
     return 0

@@ -19,6 +19,7 @@ except ModuleNotFoundError as missing:
 
 from testtime.cli import corrupt, data, demo, diagnose, evaluate, networks
 from testtime.cli.console import progress
+from testtime.ending import INTERRUPTED, end_process, tell_stopped, was_interrupted
 
 __all__ = ["app", "main", "progress", "run"]
 
@@ -47,7 +48,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # where Windows writes cp1252, an arrow must not cost the answer
-    sys.exit(run(sys.argv[1:]))
+    end_process(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
@@ -62,12 +63,11 @@ def run(arguments: list[str]) -> int:
     try:
         code = app(args=arguments or ["--help"], prog_name="testtime", standalone_mode=False, obj=arguments)
         sys.stdout.flush()
-        if code == 130:
-            print("stopped", file=sys.stderr)
+        if code == INTERRUPTED:
+            return tell_stopped()
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
-        print("stopped", file=sys.stderr)
-        return 130
+        return tell_stopped()
     except BrokenPipeError:
         # The reader of the output went away; Python must not try to flush into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -75,6 +75,8 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if os.environ.get("TESTTIME_DEBUG"):
             raise
+        if was_interrupted(error):
+            return tell_stopped()
         usage = getattr(error, "format_message", None)  # what typer raises for bad arguments
         if usage is not None:
             text, context = usage(), getattr(error, "ctx", None)
