@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import models
 import testtime as tt
 from report_runs import make_columns, make_run
-from testtime.analysis import StudyError, gradient_correlation, open_for, read_study, run_study
+from testtime.analysis import StudyError, gradient_correlation, name_sets, open_for, read_study, run_study
 from testtime.analysis.correlation import STAND_IN, BatchGradients
 from testtime.analysis.gradients import ImageGradients, Products, name_layers
 from testtime.analysis.study import main
@@ -398,6 +398,15 @@ def test_the_core_is_enough_for_a_study() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
+
+
+def test_sets_are_named_by_patterns_and_folders_by_themselves(tmp_path: Path) -> None:
+    named = name_sets(["digits-c/fog/5", str(tmp_path), "digits-c/*/5", "digits"])
+    assert named[:2] == ["digits-c/fog/5", str(tmp_path)]
+    assert len(named) == 17
+    assert named[-1] == "digits"
+    with pytest.raises(ValueError, match="fits no data set"):
+        name_sets([str(tmp_path / "missing")])
 
 
 def test_folders_are_opened_as_the_network_sees_them(tmp_path: Path) -> None:

@@ -323,7 +323,7 @@ def test_the_command_says_it_in_words(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_command_gives_json_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["diagnose", "-c", NAME, "--data", "digits", "--data", "digits-c/fog/5", "--json", *FEW]
+    arguments = ["diagnose", "-c", NAME, "--data", "digits", "--data", "digits-c/f*g/5", "--json", *FEW]
     assert run_command([*arguments, "--out", str(tmp_path / "out")]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [entry["name"] for entry in document["diagnoses"]] == ["digits", "digits-c/fog/5"]
@@ -357,7 +357,7 @@ def test_a_folder_without_labels_will_do(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--data", "nothing"], 2, "must be one of"),
+        (["--data", "nothing"], 2, "fits no data set"),
         (["--data", "digits", "--limit", "3"], 2, "greater than or equal to 32"),
         (["--data", "digits", "--reference", "nothing"], 2, "must be one of"),
         (["--data", "digits", "--lr", "0"], 2, "`lr` must be positive"),

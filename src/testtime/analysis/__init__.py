@@ -6,13 +6,14 @@ study.py        the same on many sets, kept in one file; `python -m testtime.ana
 """
 
 from testtime.analysis.correlation import Agreement, Correlation, gradient_correlation
-from testtime.analysis.study import StudyError, open_for, read_study, run_study
+from testtime.analysis.study import StudyError, name_sets, open_for, read_study, run_study
 
 __all__ = [
     "Agreement",
     "Correlation",
     "StudyError",
     "gradient_correlation",
+    "name_sets",
     "open_for",
     "read_study",
     "run_study",

@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,22 @@ class StudyError(ValueError):
     """A file that is no study, or one of something else; the message says what."""
 
 
+def name_sets(patterns: Iterable[str]) -> list[str]:
+    """Names for `open_for`, each once: patterns as `testtime.data.expand` takes them, and folders of pictures as given.
+
+    Raises:
+        ValueError: A pattern fits nothing.
+    """
+    found: dict[str, None] = {}
+    for text in patterns:
+        found.update(dict.fromkeys([text] if _is_folder(text) else datasets.expand(text)))
+    return list(found)
+
+
+def _is_folder(data: str) -> bool:
+    return data.split("/", 1)[0] not in registry.WHAT and Path(data).expanduser().is_dir()
+
+
 def open_for(
     net: YNet,
     data: str,
@@ -64,7 +80,7 @@ def open_for(
         DataError: It is not there or damaged.
     """
     family, card, options = data.split("/", 1)[0], net.card, {}
-    is_folder = family not in registry.WHAT and Path(data).expanduser().is_dir()
+    is_folder = _is_folder(data)
     if card.size is not None and (is_folder or family.startswith(registry.SIZED)):
         options["size"] = card.size
     if not is_folder:
@@ -235,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         net = load(options.checkpoint).to(options.device)
-        names = [name for text in options.data for name in _expand(text)]
+        names = name_sets(options.data)
         run_study(
             net,
             names,
@@ -254,9 +270,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 1
     return 0
-
-
-def _expand(text: str) -> tuple[str, ...]:
-    if text.split("/", 1)[0] not in registry.WHAT and Path(text).expanduser().is_dir():
-        return (text,)
-    return datasets.expand(text)

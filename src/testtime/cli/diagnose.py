@@ -14,7 +14,8 @@ from testtime.cli.console import Device, as_bad_arguments, pick_device, progress
 def diagnose(
     context: typer.Context,
     data: Annotated[
-        list[str], typer.Option(help="A folder of pictures, or a set such as digits-c/contrast/5; may be repeated.")
+        list[str],
+        typer.Option(help="A folder of pictures, or sets such as digits-c/contrast/5, digits-c/*/5; may be repeated."),
     ],
     checkpoint: Annotated[
         str | None,
@@ -60,7 +61,7 @@ def diagnose(
     import json
 
     from testtime import data as datasets
-    from testtime.analysis import open_for
+    from testtime.analysis import name_sets, open_for
     from testtime.diagnose import diagnose_all, find_reference
     from testtime.machine import describe_machine
     from testtime.networks import load
@@ -79,7 +80,7 @@ def diagnose(
     with as_bad_arguments(datasets.DataError):
         on_bad = "skip" if on_bad_image == "skip" else None
         with progress("pictures") as looked:
-            sets = [open_for(net, text, data_root, on_bad, looked) for text in data]
+            sets = [open_for(net, text, data_root, on_bad, looked) for text in name_sets(data)]
         for line in dict.fromkeys(line for one in sets for line in one.skipped):
             typer.echo(f"left out: {line}", err=True)
         known = find_reference(net, reference, data_root, limit)
