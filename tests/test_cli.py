@@ -505,6 +505,43 @@ def test_interrupting_ends_well_whatever_a_forsaken_thread_does(imports: str, ca
     assert (done.returncode, done.stdout, done.stderr) == (130, "half a line", "stopped\n")
 
 
+TWICE = """
+import signal, sys, time
+import testtime.cli, testtime.predict
+
+def clean_up():
+    try:
+        yield
+    finally:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(60)
+
+def interrupt(source):
+    held = clean_up()
+    next(held)
+    signal.raise_signal(signal.SIGINT)
+
+sys.modules["testtime.predict"].summarise = interrupt
+sys.argv[1:] = ["info", "x"]
+testtime.cli.main()
+"""
+
+
+def test_a_second_ctrl_c_ends_a_command_that_is_still_stopping() -> None:
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
+def test_where_ctrl_c_is_ignored_it_stays_ignored() -> None:
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "import testtime.cli; testtime.cli.app = lambda **named: signal.raise_signal(signal.SIGINT)\n"
+        "testtime.cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 def test_ctrl_c_that_breaks_a_lock_is_ctrl_c_and_a_failing_disk_is_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

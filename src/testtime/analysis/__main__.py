@@ -1,6 +1,6 @@
 """`python -m testtime.analysis`: gradient correlation on many test sets."""
 
 from testtime.analysis.study import main
-from testtime.ending import end_process
+from testtime.ending import run_process
 
-end_process(main())
+run_process(main)

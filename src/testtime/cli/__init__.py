@@ -19,7 +19,7 @@ except ModuleNotFoundError as missing:
 
 from testtime.cli import corrupt, data, demo, diagnose, evaluate, networks
 from testtime.cli.console import progress
-from testtime.ending import INTERRUPTED, end_process, tell_stopped, was_interrupted
+from testtime.ending import INTERRUPTED, run_process, tell_stopped, was_interrupted
 
 __all__ = ["app", "main", "progress", "run"]
 
@@ -48,7 +48,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # where Windows writes cp1252, an arrow must not cost the answer
-    end_process(run(sys.argv[1:]))
+    run_process(lambda: run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
