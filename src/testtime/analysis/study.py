@@ -51,12 +51,8 @@ def name_sets(patterns: Iterable[str]) -> list[str]:
     """
     found: dict[str, None] = {}
     for text in patterns:
-        found.update(dict.fromkeys([text] if _is_folder(text) else datasets.expand(text)))
+        found.update(dict.fromkeys([text] if registry.is_folder(text) else datasets.expand(text)))
     return list(found)
-
-
-def _is_folder(data: str) -> bool:
-    return data.split("/", 1)[0] not in registry.WHAT and Path(data).expanduser().is_dir()
 
 
 def open_for(
@@ -80,7 +76,7 @@ def open_for(
         DataError: It is not there or damaged.
     """
     family, card, options = data.split("/", 1)[0], net.card, {}
-    is_folder = _is_folder(data)
+    is_folder = registry.is_folder(data)
     if card.size is not None and (is_folder or family.startswith(registry.SIZED)):
         options["size"] = card.size
     if not is_folder:

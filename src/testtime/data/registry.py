@@ -151,6 +151,11 @@ def names() -> tuple[str, ...]:
     return tuple(found)
 
 
+def is_folder(text: str) -> bool:
+    """Whether a text that may name a set or a folder of pictures names a folder; a set's name comes first."""
+    return text.split("/", 1)[0] not in WHAT and Path(text).expanduser().is_dir()
+
+
 def expand(patterns: str | Iterable[str]) -> tuple[str, ...]:
     """The names that some patterns stand for, each once, in the order given.
 

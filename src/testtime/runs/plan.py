@@ -17,7 +17,7 @@ from typing import Any
 
 from testtime import data as datasets
 from testtime.corruptions import CORRUPTIONS
-from testtime.data.registry import WHAT
+from testtime.data.registry import is_folder
 from testtime.runs.methods import BASELINE, BEST, JOINT, USUAL, Method, override, read_method
 from testtime.runs.units import Unit, read_shift
 
@@ -325,7 +325,7 @@ def find_sources(
     found: dict[str, Source] = {}
     for pattern in patterns:
         family = pattern.split("/", 1)[0]
-        if family not in WHAT and Path(pattern).expanduser().is_dir():
+        if is_folder(pattern):
             place = Path(pattern).expanduser().resolve()
             folder = Source(f"folder/{place.name}", str(place))
             if found.setdefault(folder.name, folder) != folder:
