@@ -7,8 +7,10 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -349,18 +351,146 @@ def answers() -> Tensor:
     return Replicas(net, 2, PARTS, images)(images.unflatten(0, (2, 3)))
 
 
+def kept_libraries() -> list[Path]:
+    folder = build.cache_folder()
+    assert folder is not None
+    return sorted(folder.iterdir())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling in a second or two."""
+    monkeypatch.setattr(build, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build._FLAGS))
+
+
+def works() -> bool:
+    layer = cpu.Convolution(torch.zeros(1, 16, 16, 3, 3))
+    return torch.equal(cpu.convolve(torch.ones(1, 16, 2, 2), [layer]), torch.zeros(1, 16, 2, 2))
+
+
 @needs_compiler
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("fresh", "quick")
 def test_kernels_are_compiled_once_and_kept(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "testtime.cpu"):
         assert cpu.available()
-        assert [record.message.split(" in ")[0] for record in caplog.records] == ["compiled kernels.cpp"]
-        (kept,) = build.cache_folder().iterdir()
+        assert len(caplog.records) == 1
+        (kept,) = kept_libraries()
         made = kept.stat().st_mtime_ns
         build._loaded.cache_clear()
         assert cpu.available()
         assert len(caplog.records) == 1
-    assert [(path, path.stat().st_mtime_ns) for path in build.cache_folder().iterdir()] == [(kept, made)]
+    assert [(path, path.stat().st_mtime_ns) for path in kept_libraries()] == [(kept, made)]
+
+
+DAMAGE = {
+    "truncated": lambda content: content[: len(content) // 2],
+    "one byte": lambda content: content[:1],
+    "empty": lambda content: b"",
+    "a flipped bit": lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
+    "another library": lambda content: content.replace(b"chain_forward", b"chain_forwarx"),
+}
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh", "quick")
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_library_is_never_loaded_and_compiled_again_once(
+    damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cpu.available()
+    (kept,) = kept_libraries()
+    whole = kept.read_bytes()
+    kept.unlink()  # not written over: this process has it in its memory
+    kept.write_bytes(DAMAGE[damage](whole))
+    kept.chmod(0o700)
+    for compilations in (1, 0):
+        build._loaded.cache_clear()
+        caplog.clear()
+        assert cpu.available()
+        assert works()
+        assert sum(record.message.startswith("compiling") for record in caplog.records) == compilations
+    assert [path.read_bytes() for path in kept_libraries()] == [whole]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh", "quick")
+@pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX's")
+@pytest.mark.parametrize("weakness", ["folder", "folder above", "file", "link", "owner", "owner of the file"])
+def test_code_that_others_could_have_planted_is_not_loaded(
+    weakness: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cpu.available()
+    (kept,) = kept_libraries()
+    loaded: list[Path] = []
+    load = build.load
+    monkeypatch.setattr(build, "load", lambda path: (loaded.append(path), load(path))[1])
+    if weakness == "folder":  # it is ours, so it is closed again, but a file in it may be anybody's
+        kept.parent.chmod(0o777)
+        kept.chmod(0o777)
+    elif weakness == "folder above":
+        kept.parent.parent.parent.chmod(0o777)
+    elif weakness == "file":
+        kept.chmod(0o722)
+    elif weakness == "link":
+        kept.rename(tmp_path / "elsewhere.so")
+        kept.symlink_to(tmp_path / "elsewhere.so")
+    else:
+        place = kept.parent if weakness == "owner" else kept
+        stat, lstat = Path.stat, Path.lstat
+
+        def foreign(real: Any) -> Any:
+            def status(path: Path, **options: Any) -> Any:
+                found = real(path, **options)
+                return found if path != place else os.stat_result((*found[:4], 12345, *found[5:]))
+
+            return status
+
+        monkeypatch.setattr(Path, "stat", foreign(stat))
+        monkeypatch.setattr(Path, "lstat", foreign(lstat))
+    build._loaded.cache_clear()
+    caplog.clear()
+    assert cpu.available()
+    assert works()
+    (used,) = loaded
+    if weakness in ("folder above", "owner"):
+        assert kept.parent not in used.parents
+        assert str(kept.parent.parent.parent if weakness == "folder above" else kept.parent) in caplog.text
+    else:
+        assert used == kept
+        assert "compiling" in caplog.text  # anew: this is not what lay there
+    assert build.cache_folder().stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_relative_cache_folder_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for relative in ("cache", "./cache", "../cache", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", relative)
+        assert build.cache_folder() == tmp_path / ".cache" / "testtime" / "kernels"
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.skipif(os.name != "posix", reason="the compiler is a shell script")
+@pytest.mark.parametrize("stage", ["defines", "compiling"])
+def test_a_compiler_that_hangs_is_ended_with_its_children(
+    stage: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hanging, child = tmp_path / "hanging-c++", tmp_path / "child"
+    waits = f"sleep 600 & echo $! > {child}; wait"
+    hanging.write_text(f'#!/bin/sh\ncase "$*" in *-dM*) {waits if stage == "defines" else "exit 0"};; esac\n{waits}\n')
+    hanging.chmod(0o755)
+    monkeypatch.setenv("CXX", str(hanging))
+    monkeypatch.setattr(build, "_LIMIT", 1.5)
+    begin = time.monotonic()
+    assert not cpu.available()
+    assert time.monotonic() - begin < 20  # of which it waits for 1.5; the rest is for a busy machine
+    assert hanging.name in caplog.text
+    for _ in range(100):  # until whoever adopts it has noticed
+        if not Path(f"/proc/{child.read_text().strip()}").exists():
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the compiler's child goes on")
 
 
 def no_home() -> Path:
@@ -368,12 +498,11 @@ def no_home() -> Path:
 
 
 @needs_compiler
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("fresh", "quick")
 @pytest.mark.parametrize("place", ["a file", "a full disk", "nowhere"])
 def test_without_a_place_to_keep_them_kernels_are_compiled_all_the_same(
     place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(build, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build._FLAGS))  # quick
     cache = Path(os.environ["XDG_CACHE_HOME"])
     if place == "a file":
         cache.write_text("a file where a folder should be")
@@ -387,8 +516,7 @@ def test_without_a_place_to_keep_them_kernels_are_compiled_all_the_same(
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", no_home)
     assert cpu.available()
-    layer = cpu.Convolution(torch.zeros(1, 16, 16, 3, 3))
-    assert torch.equal(cpu.convolve(torch.ones(1, 16, 2, 2), [layer]), torch.zeros(1, 16, 2, 2))
+    assert works()
 
 
 @needs_compiler
@@ -440,9 +568,8 @@ def test_without_kernels_torch_answers(
     if how == "asked":
         assert not said
     else:
-        assert len(said) == 1
-        assert ("no C++ compiler" if how == "no compiler" else "no such luck") in said[0]
-        assert "\n" not in said[0]
+        assert ("no C++ compiler" if how == "no compiler" else "no such luck") in said[-1]
+        assert all("\n" not in line for line in said)
 
 
 @needs_compiler
@@ -451,7 +578,7 @@ def test_processes_that_begin_at_once_do_not_spoil_each_other(tmp_path: Path) ->
     code = "from testtime import cpu; raise SystemExit(not cpu.available())"
     started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
     assert [process.wait(120) for process in started] == [0, 0, 0]
-    assert [path.suffix for path in build.cache_folder().iterdir()] == [".so"]
+    assert [path.suffix for path in kept_libraries()] == [".so"]
 
 
 @needs_compiler

@@ -13,19 +13,18 @@ An image is predicted after the update it caused. No adapter ever sees a label o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from testtime import augment as augmentations
@@ -33,15 +32,28 @@ from testtime import tasks
 from testtime.adapt import gate, look, run, run_each
 from testtime.calibrate import fastest, fit, most_together
 from testtime.capture import Precision, arithmetic, check_precision
-from testtime.learner import Learner, Preset, Settings, find_preset, is_rowwise, load_learner, save_learner
+from testtime.learner import (
+    Learner,
+    Preset,
+    Settings,
+    check_counts,
+    find_preset,
+    is_rowwise,
+    load_learner,
+    save_learner,
+)
 from testtime.networks.replicas import Replicas
 from testtime.networks.ynet import YNet
 from testtime.prediction import Prediction
 from testtime.randomness import Draws
-from testtime.storage import pack_text, unpack_text, whole_file
+from testtime.storage import FileError
 from testtime.tasks import Task
+from testtime.tensorfile import pack_text, read_tensors, unpack_text, write_tensors
 
 log = logging.getLogger(__name__)
+
+_KEY = "testtime-adapter"
+_FORMAT = 1
 
 
 class Turn:
@@ -122,13 +134,33 @@ class Adapter(nn.Module):
         """
         with self._turn:
             samples = self._check(images, samples)
-            with torch.inference_mode(False), torch.no_grad(), arithmetic(self.settings.precision, self._device):
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                arithmetic(self.settings.precision, self._device),
+                self._all_or_nothing(),
+            ):
                 # Copies: tensors made in inference mode cannot take part in learning.
                 copies = (tensor.detach().to(self._device, copy=True) for tensor in (images, samples))
                 answers = self._predict(*copies)
-                self._counts += torch.stack([answers.adapted.sum(), answers.rolled_back.sum()])
-            self.seen += len(images)
+                self._counts = self._counts + torch.stack([answers.adapted.sum(), answers.rolled_back.sum()])
+                self.seen += len(images)
         return answers
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Within it, images are learned from and counted; an error, Ctrl-C among them, leaves all as it was before."""
+        counts, seen, undo = self._counts, self.seen, self._remember()
+        try:
+            yield
+        except BaseException:
+            undo()
+            self._counts, self.seen = counts, seen
+            raise
+
+    def _remember(self) -> Callable[[], None]:
+        """A function that brings back what has been learned up to now."""
+        return lambda: None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Everything the adapter has learned and counted, as tensors by name."""
@@ -150,35 +182,42 @@ class Adapter(nn.Module):
         own = self.state_dict()
         for key in ("counts", "adapter", "network", "settings"):
             if key not in state_dict:
-                raise ValueError(f"This is not an adapter's state: {key!r} is missing.")
+                raise ValueError(f"not an adapter's state: {key!r} is missing.")
             if key == "counts":
                 continue
             there, here = unpack_text(state_dict[key]), unpack_text(own[key])
             if there != here:
-                raise ValueError(f"The state was saved with another {key}: {there}, here {here}.")
-        if state_dict["counts"].shape != (3,):
-            raise ValueError("This is not an adapter's state: its counts are not three numbers.")
-        with self._turn, torch.inference_mode(False):
+                raise ValueError(f"the state was saved with another {key}: {there}, here {here}.")
+        counts = check_counts(state_dict["counts"], 3)
+        if counts[1] + counts[2] > counts[0]:
+            raise ValueError(
+                f"not an adapter's state: of {counts[0]} images {counts[1] + counts[2]} were learned from."
+            )
+        for name, tensor in state_dict.items():
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                raise ValueError(f"tensor {name!r} has values that are not finite.")
+        with self._turn, torch.inference_mode(False), self._all_or_nothing():
             self._load(state_dict)
-            self.seen = int(state_dict["counts"][0])
-            self._counts = state_dict["counts"][1:].to(self._device, copy=True)
+            self.seen = counts[0]
+            self._counts = torch.tensor(counts[1:], dtype=torch.int64, device=self._device)
 
     def save(self, path: str | Path) -> None:
         """Write the state to a safetensors file, whole or not at all."""
-        with whole_file(path) as temporary:
-            save_file({name: tensor.cpu().contiguous() for name, tensor in self.state_dict().items()}, temporary)
+        write_tensors(path, self.state_dict(), _KEY, {"format": _FORMAT})
 
     def load(self, path: str | Path) -> None:
         """Continue from a file that `save` wrote.
 
         Raises:
-            ValueError: The file cannot be read or belongs elsewhere; nothing was changed.
+            FileError: The file cannot be read or belongs elsewhere; nothing was changed.
         """
+        about, state = read_tensors(path, _KEY)
+        if about is not None and about.get("format") != _FORMAT:
+            raise FileError(path, f"a state of format {about.get('format')!r}, not {_FORMAT}", "update testtime")
         try:
-            state = load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: not an adapter's state ({error}).") from None
-        self.load_state_dict(state)
+            self.load_state_dict(state)
+        except ValueError as error:
+            raise FileError(path, str(error).rstrip(".")) from None
 
     @property
     def _device(self) -> torch.device:
@@ -235,7 +274,8 @@ class Adapter(nn.Module):
             raise ValueError(f"`images` must be uint8, or floats in [0, 1], got {images.dtype}.")
         normalises = any(card.mean) or any(value != 1 for value in card.std)
         if images.is_floating_point() and normalises and images.numel():
-            low, high = (float(value) for value in images.detach().nan_to_num().aminmax())
+            # What is not a finite number is for the guard, image by image: it must not reject the others.
+            low, high = (float(value) for value in images.detach().nan_to_num(0.5, 0.5, 0.5).aminmax())
             if low < 0 or high > 1:
                 raise ValueError(
                     f"Float `images` must lie in [0, 1], got {low:.3g} to {high:.3g}: "
@@ -381,6 +421,17 @@ class Online(Adapter):
         with self._turn, torch.inference_mode(False):
             return self._network(self._learner.replicas.read(0) if self._learner else {})
 
+    def _remember(self) -> Callable[[], None]:
+        learner = self._learner
+        good = None if learner is None else learner.snapshot()
+
+        def undo() -> None:
+            self._learner = learner
+            if learner is not None and good is not None:
+                learner.restore(good, learner.everyone)
+
+        return undo
+
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         if self.settings.steps == 0 or len(images) == 0:
             return self._unadapted(images)
@@ -394,4 +445,6 @@ class Online(Adapter):
         return save_learner(self._learner)
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        self._learner = load_learner(state, lambda shape: Learner(self._networks[0], 1, self.settings, shape))
+        self._learner = load_learner(
+            state, self._networks[0], lambda shape: Learner(self._networks[0], 1, self.settings, shape)
+        )

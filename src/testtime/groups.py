@@ -6,7 +6,7 @@ them than the memory could hold side by side: a stream that waits needs no room 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,9 +58,35 @@ class Groups:
             self._take(learner, rows)
             answers.append(run(learner, images[chosen, None], samples[chosen, None], learner.everyone)[:number, 0])
             learned.append((rows[:number], *learner.snapshot()))
-        for rows, pieces, memory in learned:  # at the end: a call that is cut short leaves all as they were
+        for rows, pieces, memory in learned:
             self._put(rows, pieces, memory)
         return Prediction.join(answers)
+
+    def remember(self, streams: Tensor | None) -> Callable[[], None]:
+        """A function that brings back what some streams, or all, have learned up to now."""
+        if self._at_home:
+            home = self._home()
+            good = home.snapshot()
+
+            def undo() -> None:
+                home.restore(good, home.everyone)
+                self._at_home = True  # whatever the call did to the tensors of S rows
+
+        else:
+            rows = slice(None) if streams is None else streams
+            pieces = [piece[rows].clone() for piece in self._pieces]
+            memory = {key: tensor[rows].clone() for key, tensor in self._memory.items()}
+
+            def undo() -> None:
+                self._at_home = False
+                if not pieces:  # nothing had been learned
+                    self._pieces, self._memory = [], {}
+                for piece, old in zip(self._pieces, pieces, strict=True):
+                    piece[rows] = old
+                for key, tensor in self._memory.items():
+                    tensor[rows] = memory.get(key, 0)
+
+        return undo
 
     def read(self, row: int) -> dict[str, Tensor]:
         """A copy of one replica's tensors, by their names in the network."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from testtime.augment import Augment
@@ -17,6 +18,8 @@ from testtime.networks.replicas import Part, Replicas
 from testtime.networks.ynet import YNet
 from testtime.randomness import Draws
 from testtime.tasks import Task
+
+_LARGEST = 1 << 24  # numbers in an image that a saved state may claim to be for
 
 Update = Literal["encoder", "encoder+ssl"]
 Share = Literal["image", "batch"]
@@ -239,8 +242,9 @@ class Learner:
         """
         own, targets = self.replicas.tensors, self._targets()
         for name, tensor in own.items():
-            if name not in state or state[name].shape != tensor.shape:
-                raise ValueError(f"The state does not fit: tensor {name!r} is missing or has another shape.")
+            if name not in state or state[name].shape != tensor.shape or state[name].dtype != tensor.dtype:
+                raise ValueError(f"The state does not fit: tensor {name!r} is missing, or has another shape or type.")
+        known = _memory_names(self.settings)
         memory: dict[str, dict[str, Tensor]] = {}
         for name in state.keys() - own.keys():
             kind, _, rest = name.partition("/")
@@ -249,6 +253,8 @@ class Learner:
                 raise ValueError(f"The state does not fit: {name!r} belongs to another network.")
             if target not in {*targets, *self.moving}:
                 raise ValueError(f"The state does not fit: it has memory of {target!r}, which does not learn.")
+            if key not in known:
+                raise ValueError(f"The state does not fit: this optimizer remembers no {key!r}.")
             tensor = state[name].detach().clone()
             if tensor.dim() and tensor.shape != {**self.moving, **targets}[target].shape:
                 raise ValueError(f"The state does not fit: {name!r} has another shape.")
@@ -272,13 +278,15 @@ class Learner:
         return {(name, key): value for name, key, value in items if isinstance(value, Tensor)}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The parameters are views into one tensor; copied or pickled one by one they would be cut loose.
-        return _remake, (self.net, self.replicas.count, self.settings, self.shape, self.state())
+        # The parameters are views into one tensor; copied or pickled one by one they would be cut loose. As bytes,
+        # since tensors made here would be gone, and their shared memory with them, before a spawned process has them.
+        state = {name: tensor.cpu() for name, tensor in self.state().items()}
+        return _remake, (self.net, self.replicas.count, self.settings, self.shape, save(state))
 
 
-def _remake(net: YNet, count: int, settings: Settings, shape: tuple[int, ...], state: Mapping[str, Tensor]) -> Learner:
+def _remake(net: YNet, count: int, settings: Settings, shape: tuple[int, ...], state: bytes) -> Learner:
     learner = Learner(net, count, settings, shape)
-    learner.load(state)
+    learner.load(load(state))
     return learner
 
 
@@ -321,11 +329,22 @@ def is_rowwise(settings: Settings) -> bool:
 
 def has_rows(settings: Settings) -> bool:
     """Whether all that the optimizer remembers is kept for each number, so that a row's memory can stand still."""
-    parameter = nn.Parameter(torch.ones(2, 3))
+    kept = _try_memory(settings).values()
+    return all(value is None or (isinstance(value, Tensor) and value.shape == (2, 3)) for value in kept)
+
+
+def _memory_names(settings: Settings) -> set[str]:
+    """What the optimizer remembers of a parameter, by name."""
+    return set(_try_memory(settings))
+
+
+def _try_memory(settings: Settings) -> dict[str, Any]:
+    """What the optimizer remembers of a parameter `(2, 3)` after a step."""
+    parameter = nn.Parameter(torch.ones(2, 3, dtype=torch.float32, device="cpu"))
     optimizer = settings.optimizer([parameter], lr=settings.lr)
-    _step(optimizer, parameter, torch.ones(2, 3))
-    kept = optimizer.state[parameter].values()
-    return all(value is None or (isinstance(value, Tensor) and value.shape == parameter.shape) for value in kept)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step(lambda: 0.0)  # some want to evaluate the loss themselves
+    return optimizer.state[parameter]
 
 
 def _step(optimizer: torch.optim.Optimizer, parameter: Tensor, gradient: Tensor) -> None:
@@ -346,11 +365,23 @@ class Keeper(Protocol):
 Kept = TypeVar("Kept", bound=Keeper)
 
 
-def load_learner(state: Mapping[str, Tensor], make: Callable[[tuple[int, ...]], Kept]) -> Kept | None:
+def check_counts(counts: Tensor, number: int) -> list[int]:
+    """So many counts from a saved state.
+
+    Raises:
+        ValueError: They are something else.
+    """
+    if counts.dtype != torch.int64 or counts.shape != (number,) or (counts < 0).any():
+        raise ValueError(f"not an adapter's state: it must count with {number} integers from 0 on.")
+    return counts.tolist()
+
+
+def load_learner(state: Mapping[str, Tensor], net: YNet, make: Callable[[tuple[int, ...]], Kept]) -> Kept | None:
     """The learner in an adapter's saved state (its names begin with `learner/`), or None if it had not begun.
 
     Args:
         state: The adapter's state.
+        net: The network it starts from.
         make: Makes a learner for images of a shape (C, H, W).
 
     Raises:
@@ -360,10 +391,17 @@ def load_learner(state: Mapping[str, Tensor], make: Callable[[tuple[int, ...]], 
     if not learned:
         return None
     shape = learned.pop("shape", None)
-    if shape is None or shape.shape != (3,):
+    if shape is None or shape.dtype != torch.int64 or shape.shape != (3,):
         raise ValueError("The state does not fit: the shape of its images is missing.")
+    channels, height, width = shape.tolist()
+    if (
+        channels != (net.channels or channels)
+        or not 0 < channels * height * width <= _LARGEST
+        or min(height, width) < 1
+    ):
+        raise ValueError(f"The state does not fit: it is for images {(channels, height, width)}.")
     with torch.inference_mode(False):
-        learner = make(tuple(int(side) for side in shape))
+        learner = make((channels, height, width))
         learner.load(learned)
     return learner
 

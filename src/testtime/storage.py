@@ -1,4 +1,8 @@
-"""Files that are written whole or not at all, folders that one process holds, and whether two runs are the same."""
+"""Files that are written whole or not at all, read with suspicion, and folders that one process holds.
+
+Every reader of files in this package reports a file that it cannot use as a `FileError`: the file's name, what is wrong
+with it and, where something can be done, what.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,14 @@ import contextlib
 import json
 import logging
 import os
+import stat
 import tempfile
+import unicodedata
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 try:
     import fcntl
@@ -23,8 +27,109 @@ except ModuleNotFoundError:  # not on Windows; there two processes can be in one
 log = logging.getLogger(__name__)
 
 
-class FolderError(ValueError):
+PathLike = str | os.PathLike[str]
+
+
+class FileError(ValueError):
+    """A file or folder that cannot be used: which, what is wrong with it and what to do about it.
+
+    Args:
+        path: The file or folder.
+        fault: What is wrong with it.
+        remedy: What to do about it, if that can be said.
+    """
+
+    def __init__(self, path: PathLike, fault: str, remedy: str = "") -> None:
+        super().__init__(os.fspath(path), fault, remedy)
+        self.path, self.fault, self.remedy = os.fspath(path), fault, remedy
+
+    def __str__(self) -> str:
+        text = f"{self.path}: {self.fault}"
+        return printable(f"{text}; {self.remedy}" if self.remedy else text)
+
+
+class FolderError(FileError):
     """A folder that cannot be worked in: it is a file, or another process is at work there."""
+
+
+def printable(text: str) -> str:
+    """A text from outside on one line, without anything that could steer a terminal or reorder what is read.
+
+    Line ends and tabs become spaces; other control and formatting characters become visible escapes such as `\\x1b`.
+    """
+    shown = (
+        char if unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp") else ascii(char)[1:-1]
+        for char in " ".join(text.split())
+    )
+    return "".join(shown)
+
+
+def check_file(path: PathLike) -> None:
+    """Check that a path is a file that can be read to its end: a pipe would make the reader wait for ever.
+
+    Raises:
+        FileError: It is missing, empty, a folder, or something else than a file.
+    """
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        fault = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error_text(error)})"
+        raise FileError(path, fault) from None
+    if stat.S_ISDIR(status.st_mode):
+        raise FileError(path, "a folder, not a file")
+    if not stat.S_ISREG(status.st_mode):
+        raise FileError(path, "not a regular file")
+    if status.st_size == 0:
+        raise FileError(path, "an empty file")
+
+
+def error_text(error: BaseException) -> str:
+    """What went wrong in a few words: an `OSError` without its number and file name, others as they are."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return text or type(error).__name__
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text holds, NaN and infinities not among it.
+
+    Raises:
+        ValueError: It is not JSON.
+    """
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"holds {constant}, which JSON has no numbers for")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def read_json(path: PathLike, limit: int = 1 << 30) -> Any:
+    """What a JSON file holds.
+
+    Args:
+        path: The file.
+        limit: The most bytes to accept.
+
+    Raises:
+        FileError: It is missing, too large or not JSON.
+    """
+    check_file(path)
+    if os.stat(path).st_size > limit:
+        raise FileError(path, f"larger than {limit:,} bytes")
+    try:
+        return parse_json(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        raise FileError(path, f"not a JSON file ({error_text(error)})") from None
+
+
+def clear_parts(folder: PathLike) -> None:
+    """Remove what a killed process was writing with `whole_file`, anywhere below a folder."""
+    for part in Path(folder).rglob(".*.part"):
+        part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -73,7 +178,7 @@ def hold_folder(path: str | Path) -> Iterator[None]:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        raise FolderError(f"{path} is a file; name a folder.") from None
+        raise FolderError(path, "a file, not a folder") from None
     if fcntl is None:
         yield
         return
@@ -82,22 +187,12 @@ def hold_folder(path: str | Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise FolderError(f"{path}: another process is at work in this folder.") from None
+            raise FolderError(path, "another process is at work in this folder") from None
         except OSError as error:  # some network file systems have no locks
             log.info("%s cannot be locked (%s)", path, error)
         yield
     finally:
         os.close(handle)
-
-
-def pack_text(text: str) -> Tensor:
-    """A text as a tensor of bytes, which a safetensors file can hold."""
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
-
-
-def unpack_text(tensor: Tensor) -> str:
-    """The text that `pack_text` packed."""
-    return bytes(tensor.tolist()).decode(errors="replace")
 
 
 def find_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,16 @@ from torch import Tensor
 from testtime.adapters import Adapter
 from testtime.calibrate import fit
 from testtime.groups import Groups
-from testtime.learner import Preset, Settings, find_preset, has_rows, is_rowwise, load_learner, save_learner
+from testtime.learner import (
+    Preset,
+    Settings,
+    check_counts,
+    find_preset,
+    has_rows,
+    is_rowwise,
+    load_learner,
+    save_learner,
+)
 from testtime.networks.ynet import YNet
 from testtime.prediction import Prediction
 
@@ -41,6 +50,7 @@ class Streams(Adapter):
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
         self.count, self._limit = count, together
+        self._streams: Tensor | None = None  # of the call at work; None for all
         super().__init__(net, Settings(**{**find_preset(preset), **settings}))
         if self.settings.share != "image":
             raise ValueError("Streams take one image each, so there is no batch to `share`.")
@@ -86,10 +96,22 @@ class Streams(Adapter):
             raise ValueError(f"`images` must be one for each of the {self.count} streams, got {len(images)}.")
         with self._turn, torch.inference_mode(False):
             self._streams = None if streams is None else streams.to(self._device, copy=True)
-            chosen = slice(None) if self._streams is None else self._streams
-            answers = super().predict(images, self._numbers[chosen] if samples is None else samples)
-            self._numbers[chosen] += 1
-        return answers
+            return super().predict(images, self._numbers[self._chosen()] if samples is None else samples)
+
+    def _chosen(self) -> slice | Tensor:
+        """The streams of the call at work."""
+        return slice(None) if self._streams is None else self._streams
+
+    def _remember(self) -> Callable[[], None]:
+        numbers, groups = self._numbers, self._groups
+        undo_groups = None if groups is None else groups.remember(self._streams)
+
+        def undo() -> None:
+            self._numbers, self._groups = numbers, groups
+            if undo_groups is not None:
+                undo_groups()
+
+        return undo
 
     def network(self, stream: int) -> YNet:
         """A network with what a stream has learned so far, to save or to use as it is. The stream goes on without it.
@@ -109,6 +131,9 @@ class Streams(Adapter):
             raise ValueError(f"`streams` must be different numbers from 0 to {self.count - 1}, got {streams.tolist()}.")
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
+        numbers = self._numbers.clone()
+        numbers[self._chosen()] += 1
+        self._numbers = numbers
         if self.settings.steps == 0 or len(images) == 0:
             return self._unadapted(images)
         shape = tuple(images.shape[1:])
@@ -135,7 +160,8 @@ class Streams(Adapter):
         return {"numbers": self._numbers.to("cpu", copy=True)} | save_learner(self._groups)
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        if "numbers" not in state or state["numbers"].shape != (self.count,):
-            raise ValueError(f"The state is not one of {self.count} streams.")
-        self._groups = load_learner(state, lambda shape: self._make(shape, self._most(shape)))
-        self._numbers = state["numbers"].to(self._device, copy=True)
+        if "numbers" not in state:
+            raise ValueError(f"not a state of {self.count} streams: 'numbers' is missing.")
+        numbers = check_counts(state["numbers"], self.count)
+        self._groups = load_learner(state, self._networks[0], lambda shape: self._make(shape, self._most(shape)))
+        self._numbers = torch.tensor(numbers, dtype=torch.int64, device=self._device)

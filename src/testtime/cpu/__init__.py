@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from testtime.cpu.build import Chain, Filters, Layer, Norm, available, kernels
+from testtime.pointers import pointer
 
 __all__ = ["CHANNELS", "LARGEST", "Convolution", "GroupNorm", "available", "convolve", "convolve_strided", "group_norm"]
 
@@ -75,7 +76,7 @@ def convolve(x: Tensor, layers: Sequence[Convolution], plus: Tensor | None = Non
         plus: Images of x's shape.
     """
     assert all(layer.norm is not None for layer in layers[len(layers) % 2 :])
-    assert plus is None or (len(layers) % 2 and plus.shape == x.shape and plus.dtype == x.dtype)
+    assert plus is None or len(layers) % 2
     if not torch.is_grad_enabled():
         x, layers = _channels_last(x), _in_rows(layers)
         return _forward(x, layers, _moments(x, layers), plus, None)
@@ -101,7 +102,8 @@ class _GroupNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: GroupNorm) -> Tensor:
         x, norm = _channels_last(x), _norm_in_rows(norm)
         y, moments = torch.empty_like(x), x.new_empty(len(x), norm.groups, 2)
-        kernels().norm_forward(_norm(x, norm, moments), *_pointers(x, y), *_sizes(x, *norm.weight.shape))
+        count, *rest = _sizes(x, *norm.weight.shape)
+        kernels().norm_forward(_norm(x, count, norm, moments), _images(x, x.shape), _images(y, x.shape), count, *rest)
         ctx.save_for_backward(x, norm.weight, norm.bias, moments)
         ctx.norm = norm
         return y
@@ -111,8 +113,9 @@ class _GroupNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, _, moments = ctx.saved_tensors
         grad, grad_x, parts = _channels_last(grads[0]), torch.empty_like(x), x.new_empty(len(x), 2, x.shape[1])
-        pointers = _pointers(x, grad, grad_x, parts)
-        kernels().norm_backward(_norm(x, ctx.norm, moments), *pointers, *_sizes(x, *weight.shape))
+        pointers = *(_images(tensor, x.shape) for tensor in (x, grad, grad_x)), pointer(parts, (len(x), 2, x.shape[1]))
+        count, *rest = _sizes(x, *weight.shape)
+        kernels().norm_backward(_norm(x, count, ctx.norm, moments), *pointers, count, *rest)
         return grad_x, *parts.unflatten(0, (len(weight), -1)).sum(1).unbind(1), None
 
 
@@ -136,8 +139,14 @@ class _Convolve(torch.autograd.Function):
         grad_plus = torch.empty_like(x) if of_plus and not alone else None
         grad_weights = x.new_empty(len(layers), *weight.shape) if any(of_tensors) else None
         parts = x.new_empty(len(layers), len(x), 2, x.shape[1])
-        pointers = _pointers(x, inner, grad, grad_x, grad_plus, grad_weights, parts)
-        kernels().chain_backward(_chain(x, layers, moments), *pointers)
+        kernels().chain_backward(
+            _chain(x, layers, moments),
+            _images(x, x.shape),
+            _inner(inner, x, layers),
+            *(None if tensor is None else _images(tensor, x.shape) for tensor in (grad, grad_x, grad_plus)),
+            None if grad_weights is None else pointer(grad_weights, (len(layers), *weight.shape)),
+            pointer(parts, (len(layers), len(x), 2, x.shape[1])),
+        )
         of_norms = parts.unflatten(1, (len(weight), -1)).sum(2).unbind(0)  # (S, 2, C) for each layer
         gradients: list[Tensor | None] = []
         for place, layer in enumerate(layers):
@@ -151,13 +160,18 @@ class _ConvolveStrided(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
         x, weight = _channels_last(x), weight if weight[0].is_contiguous() else weight.contiguous()
-        sides = [(side + 2 * padding - 3) // stride + 1 for side in x.shape[2:]]
-        y = torch.empty(len(x), weight.shape[1], *sides, memory_format=torch.channels_last)
         count, images, threads = _sizes(x, len(weight), weight.shape[2])
+        if weight.shape[3:] != (3, 3) or weight.shape[1] % 16 or stride < 1 or padding < 0:
+            raise ValueError(f"`convolve_strided` has no form for filters {tuple(weight.shape)} and stride {stride}.")
+        sides = [(side + 2 * padding - 3) // stride + 1 for side in x.shape[2:]]
+        if min(sides) < 1 or weight.shape[1] * sides[0] * sides[1] >= LARGEST:
+            raise ValueError(f"Images {tuple(x.shape)} are too small or too large for a convolution of 3×3.")
+        y = _empty_images(x, len(x), weight.shape[1], *sides)
         inner = x.shape[2], x.shape[3], x.shape[1], *sides, weight.shape[1]
         ctx.filters = Filters(count, images, *inner, stride, padding, threads, weight.stride(0))
         ctx.save_for_backward(x, weight)
-        kernels().strided_forward(ctx.filters, *_pointers(x, weight, y))
+        ctx.outputs = y.shape
+        kernels().strided_forward(ctx.filters, _images(x, x.shape), _rows(weight), _images(y, y.shape))
         return y
 
     @staticmethod
@@ -167,10 +181,11 @@ class _ConvolveStrided(torch.autograd.Function):
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.empty_like(x)
-            kernels().strided_backward(ctx.filters, *_pointers(grad, weight, grad_x))
+            kernels().strided_backward(ctx.filters, _images(grad, ctx.outputs), _rows(weight), _images(grad_x, x.shape))
         if ctx.needs_input_grad[1]:
             grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-            kernels().strided_filters(ctx.filters, *_pointers(x, grad, grad_weight))
+            pointers = _images(x, x.shape), _images(grad, ctx.outputs), pointer(grad_weight, weight.shape)
+            kernels().strided_filters(ctx.filters, *pointers)
         return grad_x, grad_weight, None, None
 
 
@@ -179,24 +194,33 @@ def _forward(
 ) -> Tensor:
     """The output; those of the layers before the last are written to `inner`, if given."""
     y, plus = torch.empty_like(x), None if plus is None else _channels_last(plus)
-    kernels().chain_forward(_chain(x, layers, moments), *_pointers(x, plus, inner, y))
+    added = None if plus is None else _images(plus, x.shape)
+    kept = None if inner is None else _inner(inner, x, layers)
+    kernels().chain_forward(_chain(x, layers, moments), _images(x, x.shape), added, kept, _images(y, x.shape))
     return y
 
 
 def _chain(x: Tensor, layers: Sequence[Convolution], moments: Tensor) -> Chain:
-    array = (Layer * len(layers))(*(_layer(x, *both) for both in zip(layers, moments, strict=True)))
     replicas, images, threads = _sizes(x, *layers[0].weight.shape[:2])
+    if x.shape[1] not in CHANNELS:
+        raise ValueError(f"`convolve` is not compiled for {x.shape[1]} channels; it is for {CHANNELS}.")
+    array = (Layer * len(layers))(*(_layer(x, replicas, *both) for both in zip(layers, moments, strict=True)))
     return Chain(array, len(layers), len(layers) % 2, replicas, images, *x.shape[2:], x.shape[1], threads)
 
 
-def _layer(x: Tensor, layer: Convolution, moments: Tensor) -> Layer:
-    norm = Norm() if layer.norm is None else _norm(x, layer.norm, moments)
-    return Layer(norm, layer.weight.data_ptr(), layer.weight.stride(0))
+def _layer(x: Tensor, count: int, layer: Convolution, moments: Tensor) -> Layer:
+    norm = Norm() if layer.norm is None else _norm(x, count, layer.norm, moments)
+    filters = pointer(layer.weight, (count, x.shape[1], x.shape[1], 3, 3), "rows")
+    return Layer(norm, filters, layer.weight.stride(0))
 
 
-def _norm(x: Tensor, norm: GroupNorm, moments: Tensor) -> Norm:
-    pointers = norm.weight.data_ptr(), norm.bias.data_ptr(), norm.weight.stride(0), moments.data_ptr()
-    return Norm(*pointers, x.shape[2] * x.shape[3], x.shape[1], norm.groups, norm.eps, norm.relu)
+def _norm(x: Tensor, count: int, norm: GroupNorm, moments: Tensor) -> Norm:
+    channels, apart = x.shape[1], norm.weight.stride(0)
+    if channels % 16 or norm.groups < 1 or channels % norm.groups or norm.bias.stride(0) != apart:
+        raise ValueError(f"GroupNorm of {norm.groups} groups does not fit images {tuple(x.shape)}.")
+    scales = (pointer(tensor, (count, channels), "rows") for tensor in (norm.weight, norm.bias))
+    known = pointer(moments, (len(x), norm.groups, 2))
+    return Norm(*scales, apart, known, x.shape[2] * x.shape[3], channels, norm.groups, norm.eps, norm.relu)
 
 
 def _moments(x: Tensor, layers: Sequence[Convolution]) -> Tensor:
@@ -204,23 +228,35 @@ def _moments(x: Tensor, layers: Sequence[Convolution]) -> Tensor:
     return x.new_empty(len(layers), len(x), groups, 2)
 
 
-def _pointers(*tensors: Tensor | None) -> list[int | None]:
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+def _images(tensor: Tensor, shape: torch.Size) -> int:
+    return pointer(tensor, shape, "channels_last")
+
+
+def _rows(weight: Tensor) -> int:
+    return pointer(weight, weight.shape, "rows")
+
+
+def _inner(inner: Tensor, x: Tensor, layers: Sequence[Convolution]) -> int:
+    return pointer(inner, (len(layers) - 1, *x.shape))
 
 
 def _sizes(x: Tensor, count: int, channels: int) -> tuple[int, int, int]:
     """How many replicas, images of each, and threads.
 
     Raises:
-        ValueError: The images are none, not as many for each replica, or have other channels than the layer.
+        ValueError: The images are none, too large, not as many for each replica, or have other channels than the layer.
     """
-    if x.numel() == 0 or len(x) % count or x.shape[1] != channels:
+    if x.numel() == 0 or len(x) % count or x.shape[1] != channels or x[0].numel() >= LARGEST:
         raise ValueError(f"Images {tuple(x.shape)} do not fit a layer of {count} replicas and {channels} channels.")
     return count, len(x) // count, torch.get_num_threads()
 
 
 def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
+
+
+def _empty_images(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
 def _in_rows(layers: Sequence[Convolution]) -> Sequence[Convolution]:

@@ -8,19 +8,19 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
+import stat
 import subprocess
 import tempfile
 import time
 from pathlib import Path
-
-from testtime.storage import whole_file
 
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 _PARTS = (SOURCE, *map(SOURCE.with_name, ("norm.h", "strided.h", "winograd.h")))
 _FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
-_LIMIT = 120  # seconds for the compiler
+_LIMIT = 120.0  # seconds for the compiler
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
 
@@ -91,14 +91,19 @@ def _loaded() -> ctypes.CDLL | None:
     if compiler is None:
         log.info("no C++ compiler is here, so torch's own layers are used; with one, learning is about twice as fast")
         return None
+    deadline, folder = time.monotonic() + _LIMIT, cache_folder()
+    fault: object = "there is no home folder" if folder is None else find_fault(folder)
     try:
-        try:
-            return load(build(compiler, cache_folder()))
-        except (OSError, RuntimeError):  # there is no such folder, it is full, or nothing can be run from there
-            with tempfile.TemporaryDirectory(prefix="testtime-") as folder:
-                return load(build(compiler, Path(folder)))
+        if folder is not None and not fault:
+            try:
+                return load(build(compiler, folder, deadline))
+            except (OSError, RuntimeError) as error:  # it is full, or nothing can be run from there
+                fault = error
+        log.warning("the kernels for the CPU cannot be kept for the next time: %s", fault)
+        with tempfile.TemporaryDirectory(prefix="testtime-") as private:
+            return load(build(compiler, Path(private), deadline))
     except (OSError, RuntimeError) as error:
-        log.info("%s cannot be compiled, so torch's own layers are used: %s", SOURCE.name, error)
+        log.warning("the kernels for the CPU cannot be compiled, so torch's own layers are used: %s", error)
         return None
 
 
@@ -107,45 +112,97 @@ def find_compiler() -> str | None:
     return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: `testtime` in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "testtime" / "kernels"
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept: `testtime` in the user's cache folder; None where there is no such folder."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():  # unset; or relative, which would be another place in every working directory
+        try:
+            cache = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return cache / "testtime" / "kernels"
 
 
-def build(compiler: str, folder: Path) -> Path:
+def find_fault(folder: Path) -> str | None:
+    """Make a folder that only its owner can enter; why code must not be loaded from there, or None.
+
+    Whoever can write to the folder, or rename one that it lies in, could leave code there that runs as this user.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = folder.resolve()
+        if os.name != "posix":
+            return None
+        if folder.stat().st_uid == os.getuid():
+            folder.chmod(0o700)
+        for place in (folder, *folder.parents):
+            status = place.stat()
+            if status.st_uid not in (os.getuid(), 0):
+                return f"{place} belongs to another user"
+            writable = status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and status.st_gid != os.getgid())
+            if writable and not status.st_mode & stat.S_ISVTX:
+                return f"{place} can be written by others"
+        if folder.stat().st_uid != os.getuid():
+            return f"{folder} belongs to another user"
+        if not os.access(folder, os.W_OK):
+            return f"{folder} cannot be written"
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def build(compiler: str, folder: Path, deadline: float) -> Path:
     """Compile the kernels, unless that was done before for this source, compiler and processor.
+
+    What is kept is used only if it is, byte for byte, what was compiled; anything else is compiled again.
 
     Args:
         compiler: The compiler's path.
         folder: Where to keep the result.
+        deadline: When to give up, by `time.monotonic`.
 
     Returns:
         The library's file.
 
     Raises:
-        RuntimeError: They do not compile.
+        RuntimeError: They do not compile, or not in time.
         OSError: The folder cannot be written.
     """
     # What the compiler defines names its version and every instruction that the processor has.
-    defines = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
+    defines = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull], deadline)
     texts = [_FLAGS, defines, *(part.read_text(encoding="utf-8") for part in _PARTS)]
     key = hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
-    path = folder / f"{key}.so"
-    if path.exists():
-        return path
-    begin = time.perf_counter()
-    with whole_file(path) as temporary:
-        _run([compiler, *_FLAGS, str(SOURCE), "-o", str(temporary)])
-    log.info("compiled %s in %.1f s; kept as %s", SOURCE.name, time.perf_counter() - begin, path)
-    return path
+    for kept in sorted(folder.glob(f"{key}-*.so")):
+        if _is_intact(kept):
+            return kept
+        log.warning("%s is not what was compiled, and is compiled again", kept)
+        kept.unlink()
+    log.warning("compiling the kernels for the CPU, once on this machine; this takes about ten seconds")
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as room:
+        made = Path(room) / "kernels.so"
+        _run([compiler, *_FLAGS, str(SOURCE), "-o", str(made)], deadline)
+        made.chmod(0o700)
+        return made.replace(folder / f"{key}-{_hash(made)}.so")
+
+
+def _is_intact(library: Path) -> bool:
+    """Whether a kept library is a regular file of this user's, and what was compiled: its name ends with its hash."""
+    status = library.lstat()
+    ours = os.name != "posix" or (status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    return stat.S_ISREG(status.st_mode) and ours and library.stem.endswith(_hash(library))
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
 
 
 def load(path: Path) -> ctypes.CDLL:
     """The compiled functions, with the types of their arguments."""
     library = ctypes.CDLL(str(path))
     for name, arguments in _ARGUMENTS.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            raise RuntimeError(f"{path} has no function {name}")
         function.argtypes, function.restype, function.errcheck = arguments, ctypes.c_bool, _check
     return library
 
@@ -155,12 +212,38 @@ def _check(enough: bool, *call: object) -> None:
         raise MemoryError("there is not enough memory for the kernels of testtime.cpu")
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], deadline: float) -> str:
+    """What a program prints; it and all that it started are ended at the deadline, or when this process is stopped."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LIMIT, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
         raise RuntimeError(str(error)) from None
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        raise RuntimeError(lines[0] if lines else f"{command[0]} ended with code {done.returncode}")
-    return done.stdout
+    try:
+        output, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{command[0]} did not end within {_LIMIT} seconds") from None
+    finally:
+        _end_group(process)
+    if process.returncode:
+        lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()
+        raise RuntimeError(lines[0] if lines else f"{command[0]} ended with code {process.returncode}")
+    return output
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """End a process that leads a session of its own, with all that it started; one that has ended left nothing."""
+    if process.poll() is not None:
+        return
+    if os.name == "posix":
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.communicate()

@@ -35,6 +35,7 @@ from testtime.kernels import batch, ends, gathering, native, tiles
 from testtime.kernels.gathering import Gathering
 from testtime.kernels.keeping import put_back, settle
 from testtime.kernels.views import make_views, normalise, turn
+from testtime.pointers import check
 
 __all__ = [
     "Gathering",
@@ -135,11 +136,14 @@ class _Convolve(torch.autograd.Function):
         x = x.contiguous(memory_format=torch.channels_last)
         ctx.save_for_backward(x, weight)
         ctx.stride, ctx.padding = stride, padding
-        images, _, height, width = x.shape
+        images, channels, height, width = x.shape
+        _check_images(x, len(weight))
+        check(weight.permute(0, 3, 4, 2, 1), (len(weight), 3, 3, channels, weight.shape[1]), "rows", device=x.device)
         out = ((height + 2 * padding - 3) // stride + 1, (width + 2 * padding - 3) // stride + 1)
         y = channels_last(x, images, weight.shape[1], *out)
         if plus is not None:
             plus = plus.contiguous(memory_format=torch.channels_last)
+            check(plus, y.shape, "channels_last", x.dtype, x.device)
         kind = native if native.convolves(x, weight, stride, padding) else tiles
         kind.convolve(x, weight, y, stride, padding, plus, transposed=False)
         ctx.gathered, ctx.share = gathered, None
@@ -187,6 +191,8 @@ class _GroupNorm(torch.autograd.Function):
         gathered: Gathering | None,
     ) -> tuple[Tensor, Tensor]:
         x = x.contiguous(memory_format=torch.channels_last)
+        _check_images(x, len(weight))
+        _check_rows(x, weight, bias)
         y = channels_last(x, *x.shape)
         moments = tiles.norm_forward(x, y, groups, weight, bias, eps, relu)
         ctx.save_for_backward(x, weight, bias, moments)
@@ -232,6 +238,8 @@ class _BatchNorm(torch.autograd.Function):
         relu: bool,
         gathered: Gathering | None,
     ) -> Tensor:
+        _check_images(x, len(weight))
+        _check_rows(x, mean, variance, weight, bias)
         y = channels_last(x, *x.shape)
         batch.apply(x, y, mean, variance, weight, bias, eps, relu)
         ctx.save_for_backward(x, mean, variance, weight, bias)
@@ -266,6 +274,10 @@ class _PoolLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, gathered: Gathering | None) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
+        replicas, outputs = bias.shape
+        _check_images(x, replicas)
+        check(weight, (replicas, outputs, x.shape[1]), "rows", device=x.device)
+        check(bias, (replicas, outputs), "rows", device=x.device)
         y, means = ends.pool_linear(x, weight, bias)
         ctx.save_for_backward(means, weight)
         ctx.shape, ctx.dtype = x.shape, x.dtype
@@ -305,6 +317,18 @@ class _Halve(torch.autograd.Function):
         grad_x = channels_last(grads[0], *ctx.shape)
         ends.halve_backward(grads[0].contiguous(memory_format=torch.channels_last), grad_x)
         return grad_x, None
+
+
+def _check_images(x: Tensor, replicas: int) -> None:
+    """Check that x is as many images for each replica, in numbers that the kernels know."""
+    if x.dtype not in (torch.bfloat16, torch.float32) or len(x) % replicas:
+        raise ValueError(f"The kernels have no form for {x.dtype} images {tuple(x.shape)} of {replicas} replicas.")
+
+
+def _check_rows(x: Tensor, *parameters: Tensor) -> None:
+    """Check parameters or statistics `(S, C)` of a norm of x."""
+    for parameter in parameters:
+        check(parameter, (len(parameters[0]), x.shape[1]), "rows", device=x.device)
 
 
 def channels_last(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

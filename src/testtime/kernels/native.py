@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from testtime.pointers import pointer
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,9 @@ def convolve(
     kernel = _kernel(f"convolve<{form}>", x.device.index)
     tiles = images * height * width // _convolve_pixels(x.dtype, channels)
     blocks = _share(_CONVOLVE[x.dtype, channels], replicas, tiles, x.device)
-    kernel((blocks, replicas, 1), x, weight, x if plus is None else plus, y, images, height, weight.stride(0))
+    filters = pointer(weight.permute(0, 3, 4, 2, 1), (replicas, 3, 3, channels, channels), "rows", device=x.device)
+    addresses = _images(x, x), filters, _images(x if plus is None else plus, x), _images(y, x)
+    kernel((blocks, replicas, 1), addresses, images, height, weight.stride(0))
 
 
 def gradient_rows(x: Tensor, y: Tensor, weight: Tensor) -> int:
@@ -78,7 +82,12 @@ def filter_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, paddin
     replicas, channels, images = len(weight), x.shape[1], len(x) // len(weight)
     height, width = x.shape[2:]
     kernel = _kernel(f"filter_gradient<{_NUMBERS[x.dtype]}, {channels}, {width}>", x.device.index)
-    kernel((len(parts), replicas, channels // 16), x, grad, parts, images, height)
+    sums = pointer(parts.flatten(2), (len(parts), replicas, 9 * channels * channels), device=x.device)
+    kernel((len(parts), replicas, channels // 16), (_images(x, x), _images(grad, x), sums), images, height)
+
+
+def _images(tensor: Tensor, like: Tensor) -> int:
+    return pointer(tensor, like.shape, "channels_last", like.dtype, like.device)
 
 
 def _convolve_pixels(dtype: torch.dtype, channels: int) -> int:
@@ -119,7 +128,7 @@ def _works() -> bool:
 
 @functools.cache
 def _kernel(name: str, device: int) -> Callable[..., None]:
-    """A kernel by its name with template arguments, to be called with the grid's three sizes and its arguments."""
+    """A kernel by its name with template arguments, to be called with the grid's sizes, addresses and numbers."""
     driver = ctypes.CDLL("libcuda.so.1")
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes sure that the device has a context
@@ -128,14 +137,11 @@ def _kernel(name: str, device: int) -> Callable[..., None]:
         _check(driver.cuModuleLoadData(ctypes.byref(module), binary), "loading", name)
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, symbol), "finding", name)
 
-    def launch(grid: tuple[int, int, int], *arguments: Tensor | int) -> None:
-        values = [
-            ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else ctypes.c_int(value)
-            for value in arguments
-        ]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+    def launch(grid: tuple[int, int, int], addresses: Sequence[int], *numbers: int) -> None:
+        values = [*map(ctypes.c_void_p, addresses), *map(ctypes.c_int, numbers)]
+        places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-        _check(driver.cuLaunchKernel(function, *grid, _THREADS, 1, 1, 0, stream, pointers, None), "launching", name)
+        _check(driver.cuLaunchKernel(function, *grid, _THREADS, 1, 1, 0, stream, places, None), "launching", name)
 
     return launch
 

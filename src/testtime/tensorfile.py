@@ -1,0 +1,117 @@
+"""Tensors in one safetensors file, with a description and a checksum of both.
+
+Networks, training checkpoints, states of adapters and stream checkpoints are such files. A flipped bit anywhere is
+noticed when the file is read; files from before there were checksums have none, and are read without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from testtime.storage import FileError, PathLike, check_file, error_text, parse_json, whole_file
+
+_CHECKSUM = "sha256"
+
+
+def write_tensors(path: PathLike, tensors: Mapping[str, Tensor], key: str, about: Mapping[str, Any]) -> None:
+    """Write tensors and their description to a file, whole or not at all.
+
+    Args:
+        path: The file.
+        tensors: By name, on any device; tensors that share memory are written as often as they are named.
+        key: What kind of file it is.
+        about: The description, as JSON can hold it.
+
+    Raises:
+        OSError: It cannot be written; the message names the file.
+    """
+    text = json.dumps(about)
+    # Clones, because safetensors refuses tensors that share memory.
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    with whole_file(path) as temporary:
+        save_file(copies, temporary, metadata={key: text, _CHECKSUM: hash_tensors(text, copies)})
+
+
+def read_tensors(path: PathLike, key: str) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """The description and the tensors of a file.
+
+    Args:
+        path: The file.
+        key: What kind of file it has to be.
+
+    Returns:
+        The description, None where the file has none under that key, and the tensors by name.
+
+    Raises:
+        FileError: The file is missing, not a safetensors file, cut short, or was altered.
+    """
+    check_file(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError) as error:
+        raise FileError(path, f"not a complete safetensors file ({error_text(error)})") from None
+    if _CHECKSUM in metadata and metadata[_CHECKSUM] != hash_tensors(metadata.get(key, ""), tensors):
+        raise FileError(path, "damaged: its content does not match its checksum", "restore it from a copy")
+    return _read_description(path, metadata, key), tensors
+
+
+def read_description(path: PathLike, key: str) -> dict[str, Any] | None:
+    """The description of a file, None where it has none under that key; the tensors are not read.
+
+    Raises:
+        FileError: The file is missing or not a safetensors file.
+    """
+    check_file(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise FileError(path, f"not a complete safetensors file ({error_text(error)})") from None
+    return _read_description(path, metadata, key)
+
+
+def _read_description(path: PathLike, metadata: Mapping[str, str], key: str) -> dict[str, Any] | None:
+    if key not in metadata:
+        return None
+    try:
+        about = parse_json(metadata[key])
+    except ValueError as error:
+        raise FileError(path, f"its description is not JSON ({error})") from None
+    if not isinstance(about, dict):
+        raise FileError(path, "its description is not a table of names and values")
+    return about
+
+
+def hash_tensors(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """The checksum of a description and of tensors on the CPU: sha256 of names, types, shapes and bytes."""
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())  # numpy has no bfloat16
+    return digest.hexdigest()
+
+
+def pack_text(text: str) -> Tensor:
+    """A text as a tensor of bytes, which a safetensors file can hold."""
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def unpack_text(tensor: Tensor) -> str:
+    """The text that `pack_text` packed.
+
+    Raises:
+        ValueError: The tensor does not hold one.
+    """
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1:
+        raise ValueError("not a text")
+    return bytes(tensor.tolist()).decode(errors="replace")
