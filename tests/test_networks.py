@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import hashlib
 import json
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import testtime.networks.ynet
+import testtime.tensorfile
 from models import Flattening, Residual, VisionTransformer, sequential
 from testtime import Card, CheckpointError, YNet, load, resnet18, resnet26, resnet50, shipped, split
 from testtime.randomness import Draws
@@ -51,10 +55,9 @@ def test_resnet26_has_the_papers_number_of_parameters() -> None:
 def test_resnet18_and_50_have_the_usual_number_of_parameters() -> None:
     """The published 11,689,512 and 25,557,032: a scale and a shift replace BatchNorm's."""
     for build, expected in ((resnet18, 11_689_512), (resnet50, 25_557_032)):
-        with torch.device("meta"):
-            for norm in ("group", "batch"):
-                net = build(norm=norm)
-                assert count_parameters(net.encoder, net.classifier) == expected
+        for norm in ("group", "batch"):
+            net = build(norm=norm, device="meta")
+            assert count_parameters(net.encoder, net.classifier) == expected
 
 
 @pytest.mark.parametrize("depth", [8, 14, 26, 32])
@@ -75,10 +78,15 @@ def test_a_resnet_has_the_convolutions_its_depth_says(depth: int, norm: str) -> 
         ({"depth": 2}, "`depth` must be 6n \\+ 2 with n at least 1"),
         ({"depth": 27}, "got 27"),
         ({"norm": "layer"}, '`norm` must be "group" or "batch", got \'layer\''),
-        ({"classes": 0}, "`classes` must be at least 1, got 0"),
-        ({"width": 0}, "`width` must be at least 1"),
-        ({"channels": -1}, "`channels` must be at least 1, got -1"),
-        ({"outputs": 0}, "`outputs` must be at least 1"),
+        ({"classes": 0}, "`classes` .* got 0"),
+        ({"width": 0}, "`width`"),
+        ({"channels": -1}, "`channels` .* got -1"),
+        ({"outputs": 0}, "`outputs`"),
+        ({"size": 0}, "`size`"),
+        ({"classes": 10.0}, "`classes`"),
+        ({"depth": "26"}, "`depth`"),
+        ({"width": True}, "`width`"),
+        ({"classes": 10**9}, "`classes`"),
     ],
 )
 def test_networks_that_do_not_exist_are_refused(arguments: dict[str, object], said: str) -> None:
@@ -237,7 +245,7 @@ def test_a_normalisation_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`std` must have a number for each of 3 channels, got 4"):
         split(Residual(), "norm", std=(0.5,) * 4)
     for std in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"`std` must be positive"):
+        with pytest.raises(ValueError, match="`std`"):
             split(Residual(), "norm", std=(0.5, 0.5, std))
 
 
@@ -324,7 +332,8 @@ BUILDERS: dict[str, Callable[[], YNet]] = {
 @pytest.mark.parametrize("name", list(BUILDERS))
 def test_a_saved_network_comes_back_bit_for_bit_with_its_card(name: str, tmp_path: Path) -> None:
     net = BUILDERS[name]().eval()
-    net.describe(classes=("a", "ü"), record={"epochs": [1, 2], "error": 0.1, "note": None})
+    net.describe(classes=[f"ü{n}" for n in range(len(net.classifier[-1].bias))])  # type: ignore[index, arg-type]
+    net.describe(record={"epochs": [1, 2], "error": 0.1, "note": None})
     for buffer in net.buffers():
         if buffer.is_floating_point() and buffer.dim() == 1:
             buffer += 0.25  # statistics that are not the initial ones
@@ -351,7 +360,7 @@ def test_a_custom_network_is_read_into_one_that_is_built_again(tmp_path: Path, a
     torch.manual_seed(1)
     net = split(VisionTransformer(), at, classes="abcdefghij", size=16).eval().describe(record={"seed": 4})
     net.save(tmp_path / "vit")
-    with pytest.raises(CheckpointError, match=r"made of a custom model. Build it again and call load"):
+    with pytest.raises(CheckpointError, match=r"vit: .*custom model.*load"):
         load(tmp_path / "vit")
     again = load(tmp_path / "vit", split(VisionTransformer(), at))
     assert torch.equal(again(pictures()), net(pictures()))
@@ -401,7 +410,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_truncated_file_is_refused(checkpoint: Path, tmp_path: Path, eighths: int) -> None:
     content = checkpoint.read_bytes()
     (tmp_path / "part").write_bytes(content[: len(content) * eighths // 8])
-    with pytest.raises(CheckpointError, match="part: not a complete safetensors file"):
+    with pytest.raises(CheckpointError, match=r"part: (an empty|not a complete safetensors) file"):
         load(tmp_path / "part")
 
 
@@ -414,7 +423,7 @@ def test_a_file_that_lacks_its_last_bytes_is_refused(checkpoint: Path, tmp_path:
 
 def test_foreign_files_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(3)}, tmp_path / "plain")
-    with pytest.raises(CheckpointError, match="a safetensors file, but not one that testtime wrote"):
+    with pytest.raises(CheckpointError, match=r"plain: .*testtime"):
         load(tmp_path / "plain")
     (tmp_path / "text").write_text("These are not the weights you are looking for.\n" * 20)
     with zipfile.ZipFile(tmp_path / "zip", "w") as archive:
@@ -423,9 +432,9 @@ def test_foreign_files_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     for name in ("text", "zip", "pickle"):
         with pytest.raises(CheckpointError, match=f"{name}: not a complete safetensors file"):
             load(tmp_path / name)
-    with pytest.raises(CheckpointError, match="is a folder, not a checkpoint file"):
+    with pytest.raises(CheckpointError, match="a folder"):
         load(tmp_path)
-    with pytest.raises(CheckpointError, match=r"No file and no shipped network is called 'resnet99' \(shipped: "):
+    with pytest.raises(CheckpointError, match=r"resnet99: no such file.*digits-resnet8-gn-joint"):
         load("resnet99")
 
 
@@ -465,12 +474,15 @@ def test_wrong_tensors_are_named(checkpoint: Path, tmp_path: Path, tensors: dict
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"architecture": {"name": "resnet99"}}, "unknown architecture .*no builder is called 'resnet99'"),
+        ({"architecture": {"name": "resnet99"}}, "'resnet99'"),
         ({"architecture": {"name": "resnet26", "depth": 9}}, "`depth` must be 6n"),
-        ({"architecture": {"name": "resnet26", "colour": 9}}, "unknown architecture .*colour"),
-        ({"classes": None}, "its testtime description cannot be read"),
-        ({"nonsense": 1}, "its testtime description cannot be read"),
-        ({"format": 2}, "format 2; this version of testtime reads format 1"),
+        ({"architecture": {"name": "resnet26", "colour": 9}}, "architecture.*'colour'"),
+        ({"classes": None}, "`classes`"),
+        ({"nonsense": 1}, "'nonsense'"),
+        ({"format": 2}, "format 2.*reads format 1"),
+        ({"format": "1"}, "format '1'.*reads format 1"),
+        ({"format": 1.0}, "format 1.0.*reads format 1"),
+        ({"format": True}, "format True.*reads format 1"),
     ],
 )
 def test_wrong_cards_are_told(checkpoint: Path, tmp_path: Path, fields: dict[str, object], said: str) -> None:
@@ -479,20 +491,20 @@ def test_wrong_cards_are_told(checkpoint: Path, tmp_path: Path, fields: dict[str
 
 
 def test_a_later_format_is_named_even_if_its_card_has_more_fields(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="format 2; this version of testtime reads format 1"):
+    with pytest.raises(CheckpointError, match="format 2"):
         load(rewrite(checkpoint, tmp_path / "changed", format=2, licence="MIT"))
 
 
 def test_a_card_that_is_not_json_is_told(checkpoint: Path, tmp_path: Path) -> None:
     save_file(load_file(checkpoint), tmp_path / "changed", metadata={"testtime": "{not json"})
-    with pytest.raises(CheckpointError, match="its testtime description cannot be read"):
+    with pytest.raises(CheckpointError, match=r"changed: .*JSON"):
         load(tmp_path / "changed")
 
 
 def test_a_file_for_another_network_is_refused_and_that_one_stays(checkpoint: Path) -> None:
     other = resnet26(depth=14, size=16)
     before = bits(other)
-    with pytest.raises(CheckpointError, match=r"is missing|does not belong"):
+    with pytest.raises(CheckpointError, match="architecture"):
         load(checkpoint, other)
     assert same_bits(bits(other), before)
 
@@ -507,11 +519,235 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
         Path(target).write_bytes(checkpoint.read_bytes()[:1000])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(testtime.networks.ynet, "save_file", write_half)
+    monkeypatch.setattr(testtime.tensorfile, "save_file", write_half)
     with pytest.raises(OSError, match="No space left"):
         resnet26(depth=8, size=16, seed=6).save(path)
     assert path.read_bytes() == checkpoint.read_bytes()
     assert [entry.name for entry in tmp_path.iterdir()] == ["net.safetensors"]
+
+
+@pytest.mark.parametrize("place", [100, 1000, 4000, 100_000, -1])
+def test_a_flipped_bit_is_noticed(checkpoint: Path, tmp_path: Path, place: int) -> None:
+    content = bytearray(checkpoint.read_bytes())
+    content[place] ^= 1
+    (tmp_path / "flipped").write_bytes(content)
+    with pytest.raises(CheckpointError, match="flipped: "):
+        load(tmp_path / "flipped")
+
+
+def test_a_file_of_version_0_1_has_no_checksum_and_loads(checkpoint: Path, tmp_path: Path) -> None:
+    net = load(checkpoint)
+    with safe_open(checkpoint, framework="pt") as file:
+        about = json.loads(file.metadata()["testtime"])
+    assert about.pop("sha256")
+    save_file(load_file(checkpoint), tmp_path / "old", metadata={"testtime": json.dumps(about)})
+    again = load(tmp_path / "old")
+    assert same_bits(bits(net), bits(again))
+    assert again.card == net.card
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_another_precision_become_the_networks(checkpoint: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    rounded = {name: tensor.to(dtype) for name, tensor in load_file(checkpoint).items()}
+    net = load(rewrite(checkpoint, tmp_path / "rounded", rounded))
+    assert {tensor.dtype for tensor in net.state_dict().values()} == {torch.float32}
+    assert same_bits(bits(net), {name: tensor.float() for name, tensor in rounded.items()})
+    own = load(tmp_path / "rounded", resnet26(depth=8, size=16).double())
+    assert {tensor.dtype for tensor in own.state_dict().values()} == {torch.float64}
+
+
+def test_counters_and_masks_of_a_network_keep_their_types(tmp_path: Path) -> None:
+    def make() -> YNet:
+        net = YNet(nn.Sequential(nn.Conv2d(3, 4, 16), nn.BatchNorm2d(4)), *(make_head(k) for k in (10, 4)))
+        net.classifier.register_buffer("mask", torch.tensor([True, False]))
+        net.classifier.register_buffer("phase", torch.tensor([1 + 2j]))
+        return net
+
+    net = make()
+    net.encoder(pictures())
+    net.save(tmp_path / "net")
+    assert same_bits(bits(load(tmp_path / "net", make())), bits(net))
+
+
+def make_head(outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, outputs))
+
+
+def test_a_card_of_another_architecture_is_not_read_into_a_network(checkpoint: Path, tmp_path: Path) -> None:
+    other = {"name": "resnet18", "classes": 10, "norm": "group", "size": 16, "outputs": 4}
+    net = resnet26(depth=8, size=16)
+    with pytest.raises(CheckpointError, match="resnet18"):
+        load(rewrite(checkpoint, tmp_path / "changed", architecture=other), net)
+    larger = resnet26(depth=8, size=32)  # of the same network, for other images
+    assert load(checkpoint, larger).card.size == 16
+
+
+@pytest.mark.parametrize(
+    "classes", [("a", "b", "c"), tuple("0123456789a"), tuple(range(10)), ("a\x1b[31m", *"123456789")]
+)
+def test_names_that_are_not_the_outputs_are_refused(classes: Any, checkpoint: Path, tmp_path: Path) -> None:
+    made = [resnet26(depth=8), split(Residual(), "norm"), YNet(nn.Conv2d(3, 4, 16), make_head(10), make_head(4))]
+    for net in made:
+        before = net.card
+        with pytest.raises(ValueError, match="class"):
+            net.describe(classes=classes)
+        assert net.card is before
+    with pytest.raises(ValueError, match="class"):
+        split(Residual(), "norm", classes=classes)
+    with pytest.raises(CheckpointError, match=r"changed: .*class"):
+        load(rewrite(checkpoint, tmp_path / "changed", classes=classes))
+    net = resnet26(depth=8, size=16)
+    with pytest.raises(CheckpointError, match=r"changed: .*class"):
+        load(tmp_path / "changed", net)
+    assert net.card.classes == ()
+
+
+def test_normalisation_may_come_as_a_tensor(tmp_path: Path) -> None:
+    net = split(Residual(), "norm", mean=torch.tensor([0.5, 0.25, 0.0]), std=torch.ones(3).numpy())  # type: ignore[arg-type]
+    assert (net.card.mean, net.card.std) == ((0.5, 0.25, 0.0), (1.0, 1.0, 1.0))
+    net.save(tmp_path / "net")
+    assert load(tmp_path / "net", copy.deepcopy(net)).card == net.card
+
+
+def test_a_network_with_lazy_layers_is_to_be_called_before_it_is_read_into(tmp_path: Path) -> None:
+    def make() -> YNet:
+        return YNet(nn.Conv2d(3, 4, 16), nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), make_head(4))
+
+    net = make()
+    net(pictures())
+    net.save(tmp_path / "net")
+    with pytest.raises(CheckpointError, match=r"net: .*lazy"):
+        load(tmp_path / "net", make())
+
+
+def test_names_are_free_where_the_outputs_are_unknown() -> None:
+    pooled = nn.Sequential(nn.Conv2d(4, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    net = YNet(nn.Conv2d(3, 4, 16), pooled, make_head(4))
+    assert net.describe(classes=["ant", "bee"]).card.classes == ("ant", "bee")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"size": 0}, {"size": "16"}, {"task": None}, {"augment": []}, {"record": [1]}, {"architecture": "resnet26"},
+        {"mean": ()}, {"mean": ("0.5",)}, {"mean": (float("inf"),)}, {"std": (1e-300,)}, {"classes": None},
+    ],
+)  # fmt: skip
+def test_a_card_is_checked_when_it_is_made(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"`{next(iter(fields))}`"):
+        Card(**fields)
+
+
+def test_a_record_that_json_cannot_hold_is_not_saved(tmp_path: Path) -> None:
+    net = resnet26(depth=8).describe(record={"loss": float("nan")})
+    with pytest.raises(ValueError, match="finite"):
+        net.save(tmp_path / "net")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_fingerprint_of_any_precision() -> None:
+    net = resnet26(depth=8, norm="batch", size=16, seed=5)
+    digest = hashlib.sha256(repr((net.card.mean, net.card.std)).encode())
+    for name, tensor in net.state_dict().items():
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    assert net.fingerprint() == digest.hexdigest()[:16]
+    assert len(net.bfloat16().fingerprint()) == 16
+
+
+# Defaults of torch
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+DEFAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float16": lambda: default_dtype(torch.float16),
+    "float64": lambda: default_dtype(torch.float64),
+    "meta": lambda: default_device("meta"),
+    "a meta context": lambda: torch.device("meta"),
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+SPLIT = Residual()
+MADE: dict[str, Callable[[], YNet]] = {
+    "bundled": lambda: load("digits-resnet8-gn-joint"),
+    "bundled, batch": lambda: load("cifar10-resnet26-bn-joint"),
+    "resnet26": lambda: resnet26(),
+    "resnet26, batch": lambda: resnet26(norm="batch", depth=8),
+    "resnet18": lambda: resnet18(10),
+    "split": lambda: split(SPLIT, "norm", mean=(0.1, 0.2, 0.3)),
+    "own parts": lambda: YNet(SPLIT.stem, SPLIT.top, SPLIT.right, Card(mean=(0.1, 0.2, 0.3))),
+}
+
+
+def read_content(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Header and data of a file; safetensors writes the metadata in any order."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:start]), content[start:]
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("made", MADE)
+def test_networks_do_not_depend_on_the_defaults_of_torch(made: str, default: str, tmp_path: Path) -> None:
+    expected = MADE[made]()
+    expected.save(tmp_path / "expected")
+    with DEFAULTS[default]():
+        net = MADE[made]()
+        net.save(tmp_path / "found")
+    assert read_content(tmp_path / "found") == read_content(tmp_path / "expected")
+    assert net.fingerprint() == expected.fingerprint()
+    for tensor in (*net.parameters(), *net.buffers()):
+        assert tensor.device.type == "cpu"
+        assert tensor.dtype in (torch.float32, torch.int64)
+        assert not tensor.is_inference()
+    assert torch.equal(net.mean, expected.mean)
+    assert torch.equal(net.std, expected.std)
+    assert [one.requires_grad for one in net.parameters()] == [one.requires_grad for one in expected.parameters()]
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_a_split_model_keeps_its_own_precision_whatever_the_defaults(default: str) -> None:
+    model = Residual().double()
+    expected = split(model, "norm", mean=(0.5,), std=(0.3,))
+    with DEFAULTS[default]():
+        net = split(model, "norm", mean=(0.5,), std=(0.3,))
+    assert {tensor.dtype for tensor in (*net.parameters(), *net.buffers())} == {torch.float64}
+    assert same_bits(bits(net), bits(expected))
+    assert torch.equal(net.std, expected.std)
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_a_network_is_read_into_one_whatever_the_defaults(default: str, checkpoint: Path) -> None:
+    net = resnet26(depth=8, size=16, seed=1)
+    with DEFAULTS[default]():
+        load(checkpoint, net)
+    assert same_bits(bits(net), bits(load(checkpoint)))
+
+
+def test_a_network_made_in_inference_mode_can_be_read_into(checkpoint: Path) -> None:
+    with torch.inference_mode():
+        net = copy.deepcopy(resnet26(depth=8, size=16, seed=1))
+        load(checkpoint, net)
+    assert same_bits(bits(net), bits(load(checkpoint)))
 
 
 def test_shipped_networks_load_by_name() -> None:

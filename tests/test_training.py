@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn import functional as F
@@ -482,6 +483,33 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(tmp_path:
     assert len(json.loads((tmp_path / "record.json").read_text())["epochs"]) == 1
     with pytest.raises(TrainingError, match="epoch 1"):
         train(small_net(), *pictures(), replace(SHORT, lr=1e30))
+
+
+def test_a_run_of_version_0_1_has_no_checksum_and_goes_on(tmp_path: Path) -> None:
+    whole = train(small_net(), *pictures(), SHORT)
+    with pytest.raises(Stop):
+        train(small_net(), *pictures(), SHORT, folder=tmp_path, progress=stop_at(4))
+    path = tmp_path / "checkpoint.safetensors"
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()["testtime-training"])
+    assert about.pop("sha256")
+    save_file(load_file(path), path, metadata={"testtime-training": json.dumps(about)})
+    assert_same(weights(train(small_net(), *pictures(), SHORT, folder=tmp_path)), weights(whole))
+
+
+@pytest.mark.parametrize("recipe", [SHORT, replace(SHORT, momentum=0.0)])
+def test_a_flipped_bit_of_a_checkpoint_is_noticed(tmp_path: Path, recipe: Recipe) -> None:
+    train(small_net(), *pictures(), recipe, folder=tmp_path)
+    path = tmp_path / "checkpoint.safetensors"
+    whole = path.read_bytes()
+    assert_same(weights(train(small_net(), *pictures(), recipe, folder=tmp_path)), load_weights(tmp_path))
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.safetensors: "):
+        train(small_net(), *pictures(), recipe, folder=tmp_path)
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "network.safetensors")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "text", "foreign", "empty", "other tensors"])

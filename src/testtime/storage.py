@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import stat
 import tempfile
@@ -98,11 +99,13 @@ def parse_json(text: str | bytes) -> Any:
         ValueError: It is not JSON.
     """
 
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"holds {constant}, which JSON has no numbers for")
+    def finite(number: str) -> float:
+        if not math.isfinite(value := float(number)):
+            raise ValueError(f"holds {number}, which is not a finite number")
+        return value
 
     try:
-        return json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=finite, parse_float=finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -129,11 +132,12 @@ def read_json(path: PathLike, limit: int = 1 << 30) -> Any:
 def clear_parts(folder: PathLike) -> None:
     """Remove what a killed process was writing with `whole_file`, anywhere below a folder."""
     for part in Path(folder).rglob(".*.part"):
-        part.unlink(missing_ok=True)
+        if not part.is_dir():
+            part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def whole_file(path: str | Path) -> Iterator[Path]:
+def whole_file(path: PathLike) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it becomes `path`, on any failure it is gone.
 
     A reader sees the old file or the new one, never a part of it, even when the process is killed or the disk is full.
@@ -162,14 +166,14 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_whole(path: str | Path, content: str | bytes) -> None:
+def write_whole(path: PathLike, content: str | bytes) -> None:
     """Write a text or bytes to `path`, whole or not at all."""
     with whole_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
-def hold_folder(path: str | Path) -> Iterator[None]:
+def hold_folder(path: PathLike) -> Iterator[None]:
     """Make a folder and keep other processes from working in it; one that is killed lets go of it.
 
     Raises:

@@ -33,11 +33,12 @@ def write_tensors(path: PathLike, tensors: Mapping[str, Tensor], key: str, about
     Raises:
         OSError: It cannot be written; the message names the file.
     """
-    text = json.dumps(about)
+    plain = json.loads(json.dumps(about, allow_nan=False))
     # Clones, because safetensors refuses tensors that share memory.
     copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    sealed = plain | {_CHECKSUM: hash_tensors(_canonical(plain), copies)}
     with whole_file(path) as temporary:
-        save_file(copies, temporary, metadata={key: text, _CHECKSUM: hash_tensors(text, copies)})
+        save_file(copies, temporary, metadata={key: json.dumps(sealed)})
 
 
 def read_tensors(path: PathLike, key: str) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
@@ -48,28 +49,30 @@ def read_tensors(path: PathLike, key: str) -> tuple[dict[str, Any] | None, dict[
         key: What kind of file it has to be.
 
     Returns:
-        The description, None where the file has none under that key, and the tensors by name.
+        The description, None where the file has none at all, and the tensors by name.
 
     Raises:
-        FileError: The file is missing, not a safetensors file, cut short, or was altered.
+        FileError: The file is missing, of another kind, cut short, or was altered.
     """
     check_file(path)
     try:
-        with safe_open(path, framework="pt") as file:
+        with torch.device("cpu"), safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError, ValueError, RuntimeError, TypeError) as error:
         raise FileError(path, f"not a complete safetensors file ({error_text(error)})") from None
-    if _CHECKSUM in metadata and metadata[_CHECKSUM] != hash_tensors(metadata.get(key, ""), tensors):
+    about = _read_description(path, metadata, key)
+    checksum = None if about is None else about.pop(_CHECKSUM, None)
+    if checksum is not None and checksum != hash_tensors(_canonical(about), tensors):
         raise FileError(path, "damaged: its content does not match its checksum", "restore it from a copy")
-    return _read_description(path, metadata, key), tensors
+    return about, tensors
 
 
 def read_description(path: PathLike, key: str) -> dict[str, Any] | None:
-    """The description of a file, None where it has none under that key; the tensors are not read.
+    """The description of a file, None where it has none at all; the tensors are not read.
 
     Raises:
-        FileError: The file is missing or not a safetensors file.
+        FileError: The file is missing or of another kind.
     """
     check_file(path)
     try:
@@ -77,12 +80,21 @@ def read_description(path: PathLike, key: str) -> dict[str, Any] | None:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise FileError(path, f"not a complete safetensors file ({error_text(error)})") from None
-    return _read_description(path, metadata, key)
+    about = _read_description(path, metadata, key)
+    if about is not None:
+        about.pop(_CHECKSUM, None)
+    return about
+
+
+def _canonical(about: Mapping[str, Any] | None) -> str:
+    return json.dumps(about, sort_keys=True)
 
 
 def _read_description(path: PathLike, metadata: Mapping[str, str], key: str) -> dict[str, Any] | None:
-    if key not in metadata:
+    if not metadata:
         return None
+    if key not in metadata:
+        raise FileError(path, f"another kind of safetensors file: it has no {key!r}")
     try:
         about = parse_json(metadata[key])
     except ValueError as error:
@@ -97,13 +109,13 @@ def hash_tensors(text: str, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())  # numpy has no bfloat16
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)  # numpy has no bfloat16
     return digest.hexdigest()
 
 
 def pack_text(text: str) -> Tensor:
     """A text as a tensor of bytes, which a safetensors file can hold."""
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
 
 def unpack_text(tensor: Tensor) -> str:

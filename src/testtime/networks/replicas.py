@@ -142,7 +142,7 @@ class Replicas:
         """Tensors of the parameters' names and shapes, `(S, ...)` each, as one tensor `(S, P)`; P is rounded up."""
         rows = [_channels_innermost(tensors[name]).reshape(self.count, -1) for name in self._parameters]
         if not rows:
-            return torch.zeros(self.count, 0)
+            return torch.zeros(self.count, 0, dtype=torch.float32, device=self._mean.device)
         missing = -sum(row.shape[1] for row in rows) % 64  # so that every replica's begins as the first one's does
         return torch.cat([*rows, rows[0].new_zeros(self.count, missing)] if missing else rows, dim=1)
 

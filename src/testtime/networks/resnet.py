@@ -7,7 +7,10 @@ the paper's choice, because a batch made of one image has no useful batch statis
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -15,10 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from testtime.networks.ynet import Card, YNet
+from testtime.networks.card import LARGEST_SIZE, Card, check_integer, show
+from testtime.networks.ynet import YNet
 
 Norm = Literal["group", "batch"]
+Device = torch.device | str
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_MOST = {
+    "classes": 10**6,
+    "outputs": 10**6,
+    "width": 1000,
+    "depth": 2000,
+    "channels": LARGEST_SIZE,
+    "size": LARGEST_SIZE,
+}
+_DTYPE = torch.float32  # of every layer, whatever torch's default is
 
 
 class GroupNormReLU(nn.GroupNorm):
@@ -32,7 +46,7 @@ class BatchNormReLU(nn.Sequential):
     """BatchNorm and the ReLU behind it as one layer, so that both can be computed in one go."""
 
     def __init__(self, channels: int) -> None:
-        super().__init__(nn.BatchNorm2d(channels), nn.ReLU())
+        super().__init__(nn.BatchNorm2d(channels, dtype=_DTYPE), nn.ReLU())
 
 
 class AddingConv2d(nn.Conv2d):
@@ -65,9 +79,9 @@ class PreActivationBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm) -> None:
         super().__init__()
         self.norm1 = _norm_relu(norm, inputs, groups=8)
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False, dtype=_DTYPE)
         self.norm2 = _norm_relu(norm, outputs, groups=8)
-        self.conv2 = AddingConv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.conv2 = AddingConv2d(outputs, outputs, 3, padding=1, bias=False, dtype=_DTYPE)
         plain = stride == 1 and inputs == outputs
         self.shortcut = nn.Identity() if plain else ZeroPadShortcut(stride, outputs - inputs)
 
@@ -87,13 +101,13 @@ class PostActivationBlock(nn.Module):
             shapes = [(inputs, width, 1, 1), (width, width, 3, stride), (width, outputs, 1, 1)]
         self.layers = nn.Sequential()
         for place, (ins, outs, kernel, step) in enumerate(shapes):
-            self.layers.append(nn.Conv2d(ins, outs, kernel, step, padding=kernel // 2, bias=False))
+            self.layers.append(nn.Conv2d(ins, outs, kernel, step, padding=kernel // 2, bias=False, dtype=_DTYPE))
             between = place < len(shapes) - 1
             self.layers.append(_norm_relu(norm, outs, groups=32) if between else _norm(norm, outs, groups=32))
         self.shortcut = nn.Identity()
         if stride > 1 or inputs != outputs:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), _norm(norm, outputs, groups=32)
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False, dtype=_DTYPE), _norm(norm, outputs, groups=32)
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,6 +124,7 @@ def resnet26(
     size: int = 32,
     outputs: int = 4,
     seed: int = 0,
+    device: Device = "cpu",
 ) -> YNet:
     """The paper's CIFAR network; also the small one of the demo, with another depth.
 
@@ -121,21 +136,24 @@ def resnet26(
         depth: Any 6n + 2: n blocks of two convolutions in each group.
         size: Side of the images it is meant for; the network itself takes any.
         outputs: Outputs of the self-supervised branch.
-        seed: Seed of the initial weights.
+        seed: Seed of the initial weights, which are the same on every device.
+        device: Where the network is made; "meta" gives shapes without numbers.
+
+    Raises:
+        ValueError: There is no such network.
     """
+    _check(norm, classes=classes, width=width, channels=channels, depth=depth, size=size, outputs=outputs)
     if depth < 8 or (depth - 2) % 6:
         raise ValueError(f"`depth` must be 6n + 2 with n at least 1 (8, 14, 20, 26, …), got {depth}.")
     blocks, widths = (depth - 2) // 6, [16 * width, 32 * width, 64 * width]
-    _check(norm, classes=classes, width=width, channels=channels, outputs=outputs)
 
     def group(inputs: int, outputs: int, stride: int) -> nn.Sequential:
         first = PreActivationBlock(inputs, outputs, stride, norm)
         return nn.Sequential(first, *(PreActivationBlock(outputs, outputs, 1, norm) for _ in range(blocks - 1)))
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with _building(seed, device):
         encoder = nn.Sequential(
-            nn.Conv2d(channels, widths[0], 3, padding=1, bias=False),
+            nn.Conv2d(channels, widths[0], 3, padding=1, bias=False, dtype=_DTYPE),
             group(widths[0], widths[0], 1),
             group(widths[0], widths[1], 2),
         )
@@ -153,10 +171,18 @@ def resnet26(
             std=(0.5,) * channels,
             augment={"name": "crop-flip", "padding": max(1, size // 8)},
         )
-        return _assemble(encoder, trunk, widths[2], classes, outputs, card)
+        return _assemble(encoder, trunk, widths[2], classes, outputs, card).to(device)
 
 
-def resnet18(classes: int = 1000, *, norm: Norm = "group", size: int = 224, outputs: int = 4, seed: int = 0) -> YNet:
+def resnet18(
+    classes: int = 1000,
+    *,
+    norm: Norm = "group",
+    size: int = 224,
+    outputs: int = 4,
+    seed: int = 0,
+    device: Device = "cpu",
+) -> YNet:
     """The paper's ImageNet network: 18 layers, split behind the third group.
 
     Args:
@@ -164,31 +190,59 @@ def resnet18(classes: int = 1000, *, norm: Norm = "group", size: int = 224, outp
         norm: "group" (32 groups) or "batch".
         size: Side of the images it is meant for; the network itself takes any.
         outputs: Outputs of the self-supervised branch.
-        seed: Seed of the initial weights.
+        seed: Seed of the initial weights, which are the same on every device.
+        device: Where the network is made; "meta" gives shapes without numbers.
+
+    Raises:
+        ValueError: There is no such network.
     """
-    return _imagenet_resnet("resnet18", [2, 2, 2, 2], False, classes, norm, size, outputs, seed)
+    return _imagenet_resnet("resnet18", [2, 2, 2, 2], False, classes, norm, size, outputs, seed, device)
 
 
-def resnet50(classes: int = 1000, *, norm: Norm = "group", size: int = 224, outputs: int = 4, seed: int = 0) -> YNet:
+def resnet50(
+    classes: int = 1000,
+    *,
+    norm: Norm = "group",
+    size: int = 224,
+    outputs: int = 4,
+    seed: int = 0,
+    device: Device = "cpu",
+) -> YNet:
     """The 50-layer ImageNet network with bottleneck blocks; arguments as for `resnet18`."""
-    return _imagenet_resnet("resnet50", [3, 4, 6, 3], True, classes, norm, size, outputs, seed)
+    return _imagenet_resnet("resnet50", [3, 4, 6, 3], True, classes, norm, size, outputs, seed, device)
 
 
-def build(card: Card) -> YNet:
-    """The untrained network that a card describes."""
+def build(card: Card, device: Device = "cpu") -> YNet:
+    """The untrained network that a card describes.
+
+    Raises:
+        ValueError: There is no such network.
+    """
     builders = {"resnet26": resnet26, "resnet18": resnet18, "resnet50": resnet50}
     arguments = dict(card.architecture)
     name = arguments.pop("name", None)
-    if name not in builders:
-        raise ValueError(f"no builder is called {name!r}")
-    net = builders[name](**arguments)
+    if not isinstance(name, str) or name not in builders:
+        raise ValueError(f"there is no architecture {show(name)}")
+    known = inspect.signature(builders[name]).parameters.keys() - {"seed", "device"}
+    unknown = sorted(arguments.keys() - known)
+    if unknown:
+        raise ValueError(f"the architecture {name} has no argument {show(unknown[0])}")
+    net = builders[name](**arguments, device=device)
     return YNet(net.encoder, net.classifier, net.ssl, replace(net.card, mean=card.mean, std=card.std))
 
 
 def _imagenet_resnet(
-    name: str, blocks: list[int], bottleneck: bool, classes: int, norm: Norm, size: int, outputs: int, seed: int
+    name: str,
+    blocks: list[int],
+    bottleneck: bool,
+    classes: int,
+    norm: Norm,
+    size: int,
+    outputs: int,
+    seed: int,
+    device: Device,
 ) -> YNet:
-    _check(norm, classes=classes, outputs=outputs)
+    _check(norm, classes=classes, size=size, outputs=outputs)
     expansion = 4 if bottleneck else 1
 
     def group(inputs: int, width: int, count: int, stride: int) -> nn.Sequential:
@@ -196,10 +250,9 @@ def _imagenet_resnet(
         rest = (PostActivationBlock(width * expansion, width, 1, norm, bottleneck) for _ in range(count - 1))
         return nn.Sequential(first, *rest)
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with _building(seed, device):
         encoder = nn.Sequential(
-            nn.Conv2d(3, 64, 7, 2, padding=3, bias=False),
+            nn.Conv2d(3, 64, 7, 2, padding=3, bias=False, dtype=_DTYPE),
             _norm_relu(norm, 64, groups=32),
             nn.MaxPool2d(3, 2, padding=1),
             group(64, 64, blocks[0], 1),
@@ -218,30 +271,38 @@ def _imagenet_resnet(
             std=IMAGENET_STD,
             augment={"name": "resized-crop-flip"},
         )
-        return _assemble(encoder, trunk, 512 * expansion, classes, outputs, card)
+        return _assemble(encoder, trunk, 512 * expansion, classes, outputs, card).to(device)
+
+
+@contextlib.contextmanager
+def _building(seed: int, device: Device) -> Iterator[None]:
+    """Make layers with weights of a seed on the CPU, or without weights, whatever torch's defaults are."""
+    place = "meta" if torch.device(device).type == "meta" else "cpu"
+    with torch.random.fork_rng(devices=[]), torch.device(place), torch.inference_mode(False):
+        torch.manual_seed(seed)
+        yield
 
 
 def _assemble(encoder: nn.Module, trunk: nn.Sequential, features: int, classes: int, outputs: int, card: Card) -> YNet:
     for module in [*encoder.modules(), *trunk.modules()]:
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv2d) and not module.weight.is_meta:  # there it imports a compiler, for nothing
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     # θs starts as a copy of θm but for its last layer.
-    classifier = nn.Sequential(*trunk, nn.Linear(features, classes))
-    ssl = nn.Sequential(*copy.deepcopy(trunk), nn.Linear(features, outputs))
+    classifier = nn.Sequential(*trunk, nn.Linear(features, classes, dtype=_DTYPE))
+    ssl = nn.Sequential(*copy.deepcopy(trunk), nn.Linear(features, outputs, dtype=_DTYPE))
     return YNet(encoder, classifier, ssl, card)
 
 
 def _norm(norm: Norm, channels: int, groups: int) -> nn.Module:
-    return nn.GroupNorm(groups, channels) if norm == "group" else nn.BatchNorm2d(channels)
+    return nn.GroupNorm(groups, channels, dtype=_DTYPE) if norm == "group" else nn.BatchNorm2d(channels, dtype=_DTYPE)
 
 
 def _norm_relu(norm: Norm, channels: int, groups: int) -> nn.Module:
-    return GroupNormReLU(groups, channels) if norm == "group" else BatchNormReLU(channels)
+    return GroupNormReLU(groups, channels, dtype=_DTYPE) if norm == "group" else BatchNormReLU(channels)
 
 
 def _check(norm: str, **counts: int) -> None:
     if norm not in get_args(Norm):
-        raise ValueError(f'`norm` must be "group" or "batch", got {norm!r}.')
+        raise ValueError(f'`norm` must be "group" or "batch", got {show(norm)}.')
     for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {count}.")
+        check_integer(name, count, _MOST[name])

@@ -164,6 +164,8 @@ class _GroupNorm(nn.Module):
             y = _scale(F.group_norm(x, self.groups, eps=self.eps), self.weight, self.bias)
         else:  # on a CPU, torch's own scale and shift save two passes over the images
             weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            if not x.requires_grad:
+                x = x.contiguous()  # with channels last, torch crashes in backward where x wants no gradient
             pieces = zip(x.chunk(len(weight)), weight, bias, strict=True)
             y = _concatenate([F.group_norm(piece, self.groups, w, b, self.eps) for piece, w, b in pieces])
         return F.relu_(y) if self.relu else y

@@ -12,58 +12,24 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
-import math
 import operator
+import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from testtime.storage import whole_file
+from testtime.networks.card import Card, CheckpointError, check_format, check_plain, compare_tensors, read_card, show
+from testtime.storage import FileError
+from testtime.tensorfile import read_tensors, write_tensors
 
 _KEY = "testtime"
 _FORMAT = 1
 WEIGHTS = Path(__file__).parent.parent / "weights"
-
-
-class CheckpointError(ValueError):
-    """A file that is not a testtime checkpoint, or not one for this network; the message says what is wrong."""
-
-
-@dataclass(frozen=True)
-class Card:
-    """What a checkpoint says of its network besides the weights.
-
-    Attributes:
-        architecture: The builder's name and arguments; empty for a network that only its owner can build.
-        classes: Names of the classes, in the order of the logits; empty if they were never named.
-        size: Side of the images it was trained on, in pixels.
-        mean: Mean of each channel, on pixels in [0, 1].
-        std: Standard deviation of each channel, on pixels in [0, 1].
-        task: Name of the self-supervised task.
-        augment: Name and arguments of the training augmentation, which is also the test-time one.
-        record: How it was trained: settings, data, seeds, loss and error by epoch.
-    """
-
-    architecture: dict[str, Any] = field(default_factory=dict)
-    classes: tuple[str, ...] = ()
-    size: int | None = None
-    mean: tuple[float, ...] = (0.0,)
-    std: tuple[float, ...] = (1.0,)
-    task: str = "rotation"
-    augment: dict[str, Any] = field(default_factory=lambda: {"name": "crop-flip"})
-    record: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not all(math.isfinite(value) and value > 0 for value in self.std):
-            raise ValueError(f"`std` must be positive, got {self.std}.")
 
 
 class YNet(nn.Module):
@@ -76,7 +42,7 @@ class YNet(nn.Module):
         card: What to remember about the network; its `mean` and `std` normalise the images.
 
     Raises:
-        ValueError: `mean` or `std` do not fit the encoder's channels.
+        ValueError: The card does not fit the encoder's channels or the classifier's outputs.
     """
 
     mean: Tensor
@@ -88,12 +54,12 @@ class YNet(nn.Module):
         self.classifier = classifier
         self.ssl = ssl
         self.card = card or Card()
-        for name in ("mean", "std"):
-            count = len(getattr(self.card, name))
-            if count != 1 and count != (self.channels or count):
-                raise ValueError(f"`{name}` must have a number for each of {self.channels} channels, got {count}.")
-        self.register_buffer("mean", torch.tensor(self.card.mean).view(-1, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(self.card.std).view(-1, 1, 1), persistent=False)
+        self._check_card(self.card)
+        device = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device("cpu"))
+        with torch.inference_mode(False):
+            for name in ("mean", "std"):
+                numbers = torch.tensor(getattr(self.card, name), dtype=torch.float32, device=device)
+                self.register_buffer(name, numbers.view(-1, 1, 1), persistent=False)
 
     @property
     def channels(self) -> int | None:
@@ -127,116 +93,157 @@ class YNet(nn.Module):
         """The self-supervised task's outputs `(N, outputs)` of features."""
         return self.ssl(features)
 
+    def _check_card(self, card: Card) -> None:
+        """Check that a card fits this network.
+
+        Raises:
+            ValueError: It does not fit the encoder's channels or the classifier's outputs, where those are known.
+        """
+        for name in ("mean", "std"):
+            count = len(getattr(card, name))
+            if count != 1 and count != (self.channels or count):
+                raise ValueError(f"`{name}` must have a number for each of {self.channels} channels, got {count}.")
+        outputs = _count_outputs(self.classifier)
+        if card.classes and outputs not in (None, len(card.classes)):
+            raise ValueError(f"`classes` must name the network's {outputs} outputs, got {len(card.classes)} names.")
+
     def describe(self, **changes: Any) -> YNet:
-        """Change fields of the card that are not arithmetic (`classes`, `size`, `task`, `augment`, `record`)."""
+        """Change fields of the card that are not arithmetic (`classes`, `size`, `task`, `augment`, `record`).
+
+        Raises:
+            ValueError: A field cannot be changed, is of the wrong type, or does not fit the network.
+        """
         fixed = {"mean", "std", "architecture"} & changes.keys()
         if fixed:
             raise ValueError(f"`{sorted(fixed)[0]}` is fixed when a network is made and cannot be described anew.")
-        self.card = replace(self.card, **changes)
+        card = replace(self.card, **changes)
+        self._check_card(card)
+        self.card = card
         return self
 
     def fingerprint(self) -> str:
         """A short text that tells this network's numbers from any other's."""
         digest = hashlib.sha256(repr((self.card.mean, self.card.std)).encode())
         for name, tensor in self.state_dict().items():
-            digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
+            digest.update(name.encode())
+            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())  # numpy has no bfloat16
         return digest.hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:
-        """Write weights and card to one safetensors file, whole or not at all."""
-        metadata = {_KEY: json.dumps({"format": _FORMAT, **asdict(self.card)})}
-        # Clones, because safetensors refuses tensors that share memory, as tied weights do.
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.state_dict().items()}
-        with whole_file(path) as temporary:
-            save_file(tensors, temporary, metadata=metadata)
+        """Write weights and card to one safetensors file, whole or not at all.
+
+        Raises:
+            ValueError: The card has numbers that are not finite.
+            OSError: The file cannot be written.
+        """
+        about = {"format": _FORMAT, **asdict(self.card)}
+        check_plain(about)
+        write_tensors(path, self.state_dict(), _KEY, about)
 
 
 def load(source: str | Path, net: YNet | None = None) -> YNet:
-    """Read a network from a checkpoint file, or one that ships with the package by its name.
+    """Read a network from a checkpoint file, or a bundled one by its name.
+
+    Nothing is allocated, and nothing of `net` changed, before the file is known to fit.
 
     Args:
         source: Path of a file that `YNet.save` wrote, or a name from `testtime.networks.shipped()`.
         net: The network to read the weights into; needed only for one that `split` made of the user's own model.
 
     Raises:
-        CheckpointError: The file is missing, truncated, foreign, or does not fit `net`.
+        CheckpointError: The file is missing, damaged, foreign, or does not fit `net`.
     """
     path = _find(source)
     card, tensors = _read(path)
-    if net is None:
-        if not card.architecture:
-            raise CheckpointError(
-                f"{path}: this network was made of a custom model. Build it again and call load({str(source)!r}, net)."
-            )
-        from testtime.networks.resnet import build  # resnet.py builds YNets, so it imports this module
-
-        try:
-            net = build(card)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: unknown architecture {card.architecture}: {error}") from None
-    elif (card.mean, card.std) != (net.card.mean, net.card.std):
-        raise CheckpointError(
-            f"{path}: saved with normalisation mean {card.mean}, std {card.std}; "
-            f"this network has mean {net.card.mean}, std {net.card.std}."
-        )
-    wanted = net.state_dict()
-    for name in wanted.keys() | tensors.keys():
-        if name not in tensors:
-            raise CheckpointError(f"{path}: tensor {name!r} is missing.")
-        if name not in wanted:
-            raise CheckpointError(f"{path}: tensor {name!r} does not belong to this network.")
-        if wanted[name].shape != tensors[name].shape:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} has shape {tuple(tensors[name].shape)}, "
-                f"the network needs {tuple(wanted[name].shape)}."
-            )
-        if not torch.isfinite(tensors[name]).all():
-            raise CheckpointError(f"{path}: tensor {name!r} has values that are not finite.")
+    if net is None and not card.architecture:
+        raise CheckpointError(path, "a network made of a custom model", "build it again as `net` and call load(…, net)")
+    try:
+        if net is None:
+            net = _build(card, tensors)
+        else:
+            _refuse_lazy_layers(net)
+            _compare_cards(card, net.card)
+            compare_tensors(tensors, net.state_dict())
+        card = replace(card, architecture=net.card.architecture or card.architecture)
+        net._check_card(card)
+    except ValueError as error:
+        raise CheckpointError(path, str(error).rstrip(".")) from None
     net.load_state_dict(tensors)
-    net.card = replace(card, architecture=net.card.architecture or card.architecture)
+    net.card = card
     return net.eval()
 
 
 def shipped() -> tuple[str, ...]:
-    """Names of the trained networks that ship with the package."""
+    """Names of the trained networks that are bundled with the package."""
     return tuple(sorted(path.stem for path in WEIGHTS.glob("*.safetensors")))
 
 
 def _find(source: str | Path) -> Path:
-    path = Path(source)
-    if path.is_file():
-        return path
-    if str(source) in shipped():
+    if not os.path.isfile(source) and str(source) in shipped():
         return WEIGHTS / f"{source}.safetensors"
-    if path.is_dir():
-        raise CheckpointError(f"{path} is a folder, not a checkpoint file.")
-    names = ", ".join(shipped()) or "none"
-    raise CheckpointError(f"No file and no shipped network is called {str(source)!r} (shipped: {names}).")
+    return Path(source)
 
 
 def _read(path: Path) -> tuple[Card, dict[str, Tensor]]:
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a complete safetensors file ({error}).") from None
-    if _KEY not in metadata:
-        raise CheckpointError(f"{path}: a safetensors file, but not one that testtime wrote.")
-    try:
-        fields = json.loads(metadata[_KEY])
-        version = fields.pop("format")
-        if version != _FORMAT:
-            raise CheckpointError(f"{path}: format {version}; this version of testtime reads format {_FORMAT}.")
-        fields |= {name: tuple(fields[name]) for name in ("classes", "mean", "std")}
-        card = Card(**fields)
+        about, tensors = read_tensors(path, _KEY)
+        if about is None:
+            raise ValueError("a safetensors file, but not a network of testtime")
+        check_format(path, about.pop("format", None), _FORMAT)
+        return read_card(about), tensors
     except CheckpointError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: its testtime description cannot be read ({error!r}).") from None
-    return card, tensors
+    except FileError as error:
+        known = "" if os.path.exists(path) else f"the bundled networks are {', '.join(shipped()) or 'none'}"
+        raise CheckpointError(path, error.fault, error.remedy or known) from None
+    except ValueError as error:
+        raise CheckpointError(path, str(error).rstrip(".")) from None
 
 
+def _build(card: Card, tensors: dict[str, Tensor]) -> YNet:
+    """The network that a card describes, its weights not yet set, once the tensors are known to be its own.
+
+    Raises:
+        ValueError: They are not.
+    """
+    from testtime.networks.resnet import build  # resnet.py builds YNets, so it imports this module
+
+    depth = card.architecture.get("depth")
+    if isinstance(depth, int) and depth > len(tensors):
+        raise ValueError(f"the architecture has {show(depth)} layers, the file {len(tensors)} tensors")
+    plan = build(card, "meta")
+    compare_tensors(tensors, plan.state_dict())
+    with torch.inference_mode(False):
+        for part in (plan.encoder, plan.classifier, plan.ssl):
+            part.to_empty(device="cpu")
+    return YNet(plan.encoder, plan.classifier, plan.ssl, plan.card)
+
+
+def _compare_cards(card: Card, own: Card) -> None:
+    """Check that a network's own card does not contradict the card of a file."""
+    if (card.mean, card.std) != (own.mean, own.std):
+        raise ValueError(
+            f"saved with normalisation mean {show(card.mean)}, std {show(card.std)}; "
+            f"this network has mean {own.mean}, std {own.std}"
+        )
+    there, here = ({**one.architecture, "size": None} for one in (card, own))  # the network takes any size
+    if card.architecture and own.architecture and there != here:
+        raise ValueError(f"its architecture is {show(card.architecture)}, this network's {show(own.architecture)}")
+
+
+def _count_outputs(classifier: nn.Module) -> int | None:
+    """How many classes a classifier distinguishes, None where that cannot be told."""
+    last: nn.Module | None = classifier
+    while type(last) is nn.Sequential and len(last):
+        last = last[-1]
+    if isinstance(last, fx.GraphModule):
+        (end,) = (node.args[0] for node in last.graph.nodes if node.op == "output")
+        is_layer = isinstance(end, fx.Node) and end.op == "call_module"
+        last = last.get_submodule(str(end.target)) if is_layer else None
+    return last.out_features if isinstance(last, nn.Linear) else None
+
+
+@torch.inference_mode(False)  # so that the parts can be trained wherever they are made
 def split(
     model: nn.Module,
     at: str,
@@ -268,8 +275,7 @@ def split(
     Raises:
         ValueError: The cut is not possible; the message names the layers where it is.
     """
-    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
-        raise ValueError("The model has lazy layers, which have no weights yet: call it on an image first.")
+    _refuse_lazy_layers(model)
     graph = _trace(model)
     cuts = _possible_cuts(graph)
     if at not in cuts:
@@ -285,7 +291,8 @@ def split(
     name, layer = last
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        fresh = nn.Linear(layer.in_features, outputs, bias=layer.bias is not None)
+        bias = layer.bias is not None
+        fresh = nn.Linear(layer.in_features, outputs, bias, device="cpu", dtype=torch.float32)
     ssl.set_submodule(name, fresh.to(layer.weight.device, layer.weight.dtype))
     ssl.recompile()
     card = Card(classes=tuple(classes), size=size, mean=tuple(mean), std=tuple(std))
@@ -294,6 +301,11 @@ def split(
     net = YNet(encoder, head, ssl, card).to(layer.weight.device)
     net.mean, net.std = net.mean.to(layer.weight.dtype), net.std.to(layer.weight.dtype)
     return net.train(model.training)
+
+
+def _refuse_lazy_layers(model: nn.Module) -> None:
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError("The model has lazy layers, which have no weights yet: call it on an image first.")
 
 
 def _trace(model: nn.Module) -> fx.Graph:

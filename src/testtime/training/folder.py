@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, distributed
+from torch import distributed
 
 from testtime.machine import describe_machine
-from testtime.networks.ynet import CheckpointError
-from testtime.storage import find_differences, flatten, whole_file, write_whole
+from testtime.networks.card import CheckpointError, check_format, check_plain
+from testtime.storage import FileError, find_differences, read_json, write_whole
+from testtime.tensorfile import read_tensors, write_tensors
 from testtime.training.processes import rank, world
 from testtime.training.single import Training
 
@@ -39,24 +38,30 @@ class Folder:
         self.network = path / "network.safetensors"
 
     def load(self, training: Training) -> list[dict[str, Any]]:
-        """Take up the run if there is one: the entries of the epochs it has behind it."""
-        if self.checkpoint.exists():
-            found, state = _read_checkpoint(self.checkpoint)
-            self._compare(found["configuration"])
-            try:
-                training.load(state)
-            except ValueError as error:
-                raise CheckpointError(f"{self.checkpoint}: {error}.") from None
-            log.info("%s: going on after epoch %d", self.checkpoint, len(found["history"]))
-            return found["history"]
-        if self.record.exists():
-            try:
-                found = json.loads(self.record.read_text())
-                configuration = found["configuration"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{self.record}: not the record of a training ({error}).") from None
-            self._compare(configuration)
-        return []
+        """Take up the run if there is one: the entries of the epochs it has behind it.
+
+        Raises:
+            CheckpointError: The checkpoint, or the record where there is none, is damaged or of another run; the
+                training was not changed.
+        """
+        path = self.checkpoint if self.checkpoint.exists() else self.record
+        if not path.exists():
+            return []
+        try:
+            if path == self.record:
+                self._compare(path, read_json(path))
+                return []
+            about, state = read_tensors(path, _KEY)
+            history = self._check_history(self._compare(path, about))
+            training.load(state)
+        except CheckpointError:
+            raise
+        except FileError as error:
+            raise CheckpointError(path, error.fault, "delete it to start anew") from None
+        except ValueError as error:
+            raise CheckpointError(path, str(error), "delete it to start anew") from None
+        log.info("%s: going on after epoch %d", path, len(history))
+        return history
 
     def begin(self, history: list[dict[str, Any]], device: torch.device) -> None:
         """Clear up what a killed process left, and write the record as it is now."""
@@ -72,36 +77,45 @@ class Folder:
         if rank() != 0:
             return
         about = {"format": _FORMAT, "configuration": self.configuration, "history": history}
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in training.state().items()}
-        with whole_file(self.checkpoint) as temporary:
-            save_file(tensors, temporary, metadata={_KEY: json.dumps(about)})
+        write_tensors(self.checkpoint, training.state(), _KEY, about)
         self._write_record(history, training.device)
 
     def _write_record(self, history: list[dict[str, Any]], device: torch.device) -> None:
         write_whole(self.record, json.dumps(make_record(self.configuration, history, device), indent=1) + "\n")
 
-    def _compare(self, found: dict[str, Any]) -> None:
-        different = find_differences(found, self.configuration)
+    def _compare(self, path: Path, about: Any) -> dict[str, Any]:
+        """What a file says, once that is known to be of this run."""
+        if not isinstance(about, dict) or not isinstance(about.get("configuration"), dict):
+            raise ValueError("it does not describe a training")
+        check_plain(about)
+        if path == self.checkpoint:
+            check_format(path, about.get("format"), _FORMAT)
+        different = [text[:200] for text in find_differences(about["configuration"], self.configuration)]
         if different:
-            raise ValueError(
-                f"{self.record.parent} holds a run of another configuration ({'; '.join(different)}). "
-                "Choose another folder."
-            )
+            more = f"; and {len(different) - 4} more" if len(different) > 4 else ""
+            fault = f"a run of another configuration ({'; '.join(different[:4])}{more})"
+            raise CheckpointError(path, fault, "choose another folder")
+        return about
+
+    def _check_history(self, about: dict[str, Any]) -> list[dict[str, Any]]:
+        """The entries of the epochs that a checkpoint has behind it."""
+        history, epochs = about.get("history"), self.configuration["recipe"]["epochs"]
+        if not isinstance(history, list) or not 1 <= len(history) <= epochs:
+            raise ValueError(f"its history is not one of 1 to {epochs} epochs")
+        for number, entry in enumerate(history, start=1):
+            if not _is_entry(entry, number):
+                raise ValueError(f"its history has no proper entry of epoch {number}")
+        return history
 
 
-def _read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {})[_KEY])
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        if about["format"] != _FORMAT or not isinstance(about["history"], list):
-            raise ValueError(f"format {about['format']}")
-        flatten(about["configuration"])
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}: not a complete training checkpoint ({error}). Delete it to start anew."
-        ) from None
-    return about, state
+def _is_entry(entry: Any, epoch: int) -> bool:
+    """Whether something is what a history says of an epoch."""
+    if not isinstance(entry, dict):
+        return False
+    numbers: list[Any] = [entry.get(name) for name in ("loss", "train_error", "seconds")]
+    numbers.append(entry.get("test_error", 0.0))
+    numbered = type(entry.get("epoch")) is int and entry["epoch"] == epoch
+    return numbered and all(type(number) in (int, float) and -1e300 < number < 1e300 for number in numbers)
 
 
 def make_record(configuration: dict[str, Any], history: list[dict[str, Any]], device: torch.device) -> dict[str, Any]:

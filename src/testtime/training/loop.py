@@ -111,7 +111,23 @@ def train_together(
         CheckpointError: A folder's checkpoint cannot be read.
         TrainingError: The loss of one is no longer finite; the last good checkpoints of all are kept.
     """
-    recipe = recipe or Recipe()
+    with torch.inference_mode(False), torch.enable_grad():  # whatever the caller has set
+        return _train(nets, images, labels, recipe or Recipe(), seeds, folders, test, targets, tuple(classes), progress)
+
+
+def _train(
+    nets: Sequence[YNet],
+    images: Tensor | TestSet,
+    labels: Tensor | None,
+    recipe: Recipe,
+    seeds: Sequence[int] | None,
+    folders: Sequence[str | Path] | None,
+    test: tuple[Tensor, Tensor] | TestSet | None,
+    targets: Sequence[Tensor | TestSet] | None,
+    classes: tuple[str, ...],
+    progress: Progress | None,
+) -> list[YNet]:
+    """`train_together`, with gradients."""
     device = _check_networks(nets)
     for name, given in (("seeds", seeds), ("folders", folders), ("targets", targets)):
         if given is not None and len(given) != len(nets):
@@ -132,7 +148,7 @@ def train_together(
         for pool in (source, held_out):
             if pool is not None:
                 _check_labels(pool, training.outputs)
-        names = tuple(classes) or source.classes or net.card.classes
+        names = classes or source.classes or net.card.classes
         if names and len(names) != training.outputs:
             raise ValueError(f"The network has {training.outputs} outputs, but there are {len(names)} classes.")
         net.describe(classes=names, size=net.card.size or source.shape[1], task=training.task.name)
@@ -255,6 +271,8 @@ def _check_networks(nets: Sequence[YNet]) -> torch.device:
         raise ValueError("`nets` must not be empty.")
     if len({id(net) for net in nets}) < len(nets):
         raise ValueError("`nets` must be different objects: one network cannot be trained twice at once.")
+    if any(tensor.is_inference() for net in nets for tensor in (*net.parameters(), *net.buffers())):
+        raise ValueError("`nets` must not be made in torch.inference_mode(): what is made there cannot be trained.")
     devices = {next(net.parameters()).device for net in nets}
     if len(devices) > 1:
         raise ValueError(f"`nets` must be on one device, got {', '.join(sorted(map(str, devices)))}.")
@@ -274,7 +292,7 @@ def _errors(trainer: Trainer, pool: Pool) -> list[float]:
     """Each training's share of wrong predictions, each process looking at its part of the images."""
     assert pool.labels is not None
     trainer.model.eval()
-    wrong = torch.zeros(trainer.count, device=pool.device)
+    wrong = torch.zeros(trainer.count, dtype=torch.float32, device=pool.device)
     size = 2500 if isinstance(trainer.model, Replicated) and pool.tensor is not None else 500
     size = max(100, size // trainer.count)
     if pool.device.type == "cpu":  # fewer of large images, whose features fill the memory and are made no faster

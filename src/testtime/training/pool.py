@@ -68,12 +68,12 @@ class Pool:
                     f"{tuple(images.shape)}."
                 )
             self.count, self.shape = len(images), tuple(images.shape[1:])
-            self.tensor = images.detach().to(device)
+            self.tensor = _usable(images.detach().to(device))
         if self.count == 0:
             raise ValueError(f"`{name}` must not be empty.")
         if labels is not None and (labels.shape != (self.count,) or labels.is_floating_point()):
             raise ValueError(f"`{name}` needs {self.count} integer labels, got {labels.dtype} {tuple(labels.shape)}.")
-        self.labels = None if labels is None else labels.to(device, torch.int64)
+        self.labels = None if labels is None else _usable(labels.to(device, torch.int64))
 
     def check_range(self) -> None:
         """Make sure that floats are pixels and not normalised already.
@@ -106,6 +106,11 @@ class Pool:
             return {"name": self.source.name, **plain, "hash": self.source.fingerprint()[:16], **skipped}
         assert self.tensor is not None
         return {**plain, "hash": hash_tensors([self.tensor] if self.labels is None else [self.tensor, self.labels])}
+
+
+def _usable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of one made in inference mode, which autograd does not take."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _resident_bytes(device: torch.device) -> int:

@@ -24,7 +24,7 @@ from testtime.data.folder import PictureSet
 from testtime.data.sets import OnBad, TensorSet, TestSet, check_on_bad
 from testtime.networks.resnet import resnet18, resnet26, resnet50
 from testtime.networks.ynet import YNet, load
-from testtime.storage import find_differences
+from testtime.storage import FileError, find_differences
 from testtime.training import pool
 from testtime.training.recipe import Recipe
 
@@ -125,7 +125,7 @@ def prepare(
             return fresh
         different = find_differences(loaded.card.architecture, fresh.card.architecture)
         if different:
-            raise ValueError(f"{start} is another network than asked for ({'; '.join(different)}).")
+            raise FileError(str(start), f"another network than asked for ({'; '.join(different)})")
         return copy.deepcopy(loaded)
 
     if data == "digits":

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from testtime import augment as augmentations
 from testtime import tasks
+from testtime.networks.card import compare_tensors
 from testtime.networks.ynet import YNet
 from testtime.randomness import Draws
 from testtime.tasks import Rotation, Task
@@ -96,19 +97,15 @@ class Training:
         """Continue from a state; a `Trainer` is made afterwards.
 
         Raises:
-            ValueError: A tensor is missing, unknown or has another shape; nothing was changed.
+            ValueError: A tensor is missing, unknown, of another shape or type, or not finite; nothing was changed.
         """
-        network, momentum = (
-            {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-            for prefix in ("network/", "momentum/")
-        )
-        own = self.net.state_dict()
-        for found, wanted in ((network, own), (momentum, self.parameters if momentum else {})):
-            for name in found.keys() | wanted.keys():
-                if name not in found or name not in wanted or found[name].shape != wanted[name].shape:
-                    raise ValueError(f"tensor {name!r} is missing, unknown or of another shape")
-        self.net.load_state_dict(network)
-        self.momentum = {name: tensor.to(self.device) for name, tensor in momentum.items()}
+        momentum = self.parameters if self.recipe.momentum else {}
+        wanted = {f"network/{name}": tensor for name, tensor in self.net.state_dict().items()}
+        compare_tensors(state, wanted | {f"momentum/{name}": tensor for name, tensor in momentum.items()})
+        self.net.load_state_dict({name.removeprefix("network/"): state[name] for name in wanted})
+        self.momentum = {
+            name: state[f"momentum/{name}"].to(self.device, parameter.dtype) for name, parameter in momentum.items()
+        }
 
     def describe(self, test: Pool | None) -> dict[str, Any]:
         """What decides the result; two trainings that differ here do not share a folder."""

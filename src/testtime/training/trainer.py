@@ -54,7 +54,7 @@ class Trainer:
         if momentum:
             self._start_momentum()
         # Of every step: each term of the loss, and the share of wrong predictions; of each training.
-        self.sums = torch.zeros(len(self.method.terms) + 1, self.count, device=self.device)
+        self.sums = torch.zeros(len(self.method.terms) + 1, self.count, dtype=torch.float32, device=self.device)
         self.graph: Captured | None = None
         # Processes wait for each other in every step, which a graph cannot hold.
         self.eager = self.device.type != "cuda" or world() > 1

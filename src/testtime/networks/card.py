@@ -1,0 +1,204 @@
+"""What a checkpoint says of its network, and the checks that come before it is believed.
+
+A file may come from anywhere: every field of its card has a type and limits, and its tensors must be those of the
+network, before memory is allocated for one.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from testtime import augment as augmentations
+from testtime.storage import FileError, PathLike
+
+LARGEST_SIZE = 65_536
+"""The most pixels of an image's side, and the most channels."""
+_LONGEST_TEXT = 1_000
+_DEEPEST = 50
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_AUGMENTATIONS = ("crop-flip", "resized-crop-flip")
+_show = reprlib.Repr()
+_show.maxstring, _show.maxother, _show.maxdict = 100, 100, 10
+
+
+class CheckpointError(FileError):
+    """A file that is not a testtime checkpoint, or not one for this network."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a checkpoint says of its network besides the weights.
+
+    Attributes:
+        architecture: The builder's name and arguments; empty for a network that only its owner can build.
+        classes: Names of the classes, in the order of the logits; empty if they were never named.
+        size: Side of the images it was trained on, in pixels.
+        mean: Mean of each channel, on pixels in [0, 1].
+        std: Standard deviation of each channel, on pixels in [0, 1].
+        task: Name of the self-supervised task.
+        augment: Name and arguments of the training augmentation, which is also the test-time one.
+        record: How it was trained: settings, data, seeds, loss and error by epoch.
+
+    Raises:
+        ValueError: A field is of the wrong type or beyond its limits.
+    """
+
+    architecture: dict[str, Any] = field(default_factory=dict)
+    classes: tuple[str, ...] = ()
+    size: int | None = None
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    task: str = "rotation"
+    augment: dict[str, Any] = field(default_factory=lambda: {"name": "crop-flip"})
+    record: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("classes", "mean", "std"):
+            object.__setattr__(self, name, _make_tuple(name, getattr(self, name)))
+        _check_numbers("mean", self.mean, -1e6, 1e6)
+        _check_numbers("std", self.std, 1e-6, 1e6)
+        for name in self.classes:
+            _check_text("classes", name)
+        _check_text("task", self.task)
+        if self.size is not None:
+            check_integer("size", self.size, LARGEST_SIZE)
+        for name in ("architecture", "augment", "record"):
+            if not isinstance(getattr(self, name), dict):
+                raise ValueError(f"`{name}` must be a dictionary, got {show(getattr(self, name))}.")
+        _check_augment(self.augment)
+
+
+def show(value: object) -> str:
+    """`repr` of a value from a file, shortened."""
+    return _show.repr(value)
+
+
+def check_integer(name: str, value: object, most: int) -> None:
+    """Check that a value is an integer from 1 to `most`.
+
+    Raises:
+        ValueError: It is not; the message names it.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= int(value) <= most:
+        raise ValueError(f"`{name}` must be an integer from 1 to {most:,}, got {show(value)}.")
+
+
+def _make_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    if isinstance(values, (str, Mapping)) or not isinstance(values, Iterable):
+        raise ValueError(f"`{name}` must be a list, got {show(values)}.")
+    return tuple(value.item() if hasattr(value, "item") else value for value in values)  # of an array or a tensor
+
+
+def _check_numbers(name: str, values: tuple[Any, ...], low: float, high: float) -> None:
+    sound = (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high for value in values
+    )
+    if not (1 <= len(values) <= LARGEST_SIZE and all(sound)):
+        raise ValueError(
+            f"`{name}` must be numbers from {low:g} to {high:g}, one or one a channel, got {show(values)}."
+        )
+
+
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
+        raise ValueError(f"`{name}` must be text of at most {_LONGEST_TEXT:,} characters, got {show(text)}.")
+    if any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in text):
+        raise ValueError(f"`{name}` must be text without control characters, got {show(text)}.")
+
+
+def _check_augment(augment: Mapping[str, Any]) -> None:
+    """An augmentation of this package must be one that can be made; others are their owner's."""
+    values = [inner for one in augment.values() for inner in (one if isinstance(one, (list, tuple)) else [one])]
+    sound = all(abs(value) <= LARGEST_SIZE for value in values if isinstance(value, (int, float)))
+    name = augment.get("name", "")
+    if sound and isinstance(name, str) and name in _AUGMENTATIONS:
+        try:
+            augmentations.make(augment)
+        except (TypeError, ValueError):
+            sound = False
+    if not sound or not isinstance(name, str):
+        raise ValueError(f"`augment` must be the name and the arguments of an augmentation, got {show(augment)}.")
+
+
+def read_card(about: Mapping[str, Any]) -> Card:
+    """The card that the description of a file holds.
+
+    Raises:
+        ValueError: A field is missing, unknown or not what it should be.
+    """
+    check_plain(about)
+    known = {one.name for one in fields(Card)}
+    for name in about:
+        if name not in known:
+            raise ValueError(f"the description has an unknown field {show(name)}")
+    for name in ("classes", "mean", "std"):
+        if name not in about:
+            raise ValueError(f"the description has no field `{name}`")
+    return Card(**about)
+
+
+def check_format(path: PathLike, found: object, known: int) -> None:
+    """Check the number of a file's format; "1", 1.0 and True are not 1.
+
+    Raises:
+        CheckpointError: It is another.
+    """
+    if type(found) is not int or found != known:
+        fault = f"of format {show(found)}, this version of testtime reads format {known}"
+        raise CheckpointError(path, fault, "use the version that wrote it")
+
+
+def check_plain(description: object) -> None:
+    """Check that a description can be worked with: its numbers are finite, and it is not nested too deeply.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    level = [description]
+    for _ in range(_DEEPEST):
+        if any(isinstance(value, float) and not math.isfinite(value) for value in level):
+            raise ValueError("the description has numbers that are not finite")
+        level = [inner for value in level for inner in _list_inner(value)]
+        if not level:
+            return
+    raise ValueError("the description is nested too deeply")
+
+
+def _list_inner(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def compare_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Check that tensors from a file can take the place of others; floats may be of another precision.
+
+    Args:
+        found: The tensors of the file, by name.
+        wanted: The tensors to replace, by name; their numbers are not read.
+
+    Raises:
+        ValueError: One is missing, unknown, of another shape or type, or has numbers that are not finite.
+    """
+    for name in sorted(found.keys() | wanted.keys()):
+        if name not in found:
+            raise ValueError(f"tensor {show(name)} is missing")
+        if name not in wanted:
+            raise ValueError(f"tensor {show(name)} does not belong to this network")
+        tensor, own = found[name], wanted[name]
+        if tensor.shape != own.shape:
+            shapes = f"{show(tuple(tensor.shape))}, the network needs {tuple(own.shape)}"
+            raise ValueError(f"tensor {show(name)} has shape {shapes}")
+        if tensor.dtype != own.dtype and not (tensor.dtype in _FLOATS and own.dtype in _FLOATS):
+            raise ValueError(f"tensor {show(name)} is of type {tensor.dtype}, the network needs {own.dtype}")
+        if not torch.isfinite(tensor.to(own.dtype)).all():
+            raise ValueError(f"tensor {show(name)} has values that are not finite")
