@@ -8,10 +8,14 @@ The comparison with published examples needs a folder, named by TESTTIME_DATA, w
 from __future__ import annotations
 
 import colorsys
+import contextlib
 import io
 import itertools
 import math
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +26,23 @@ from PIL import Image
 from testtime.corruptions import (
     CORRUPTIONS,
     SEVERITIES,
+    FileError,
     blur,
     corrupt,
     corrupt_chunks,
     corrupt_noise,
     digital,
+    filters,
+    frost,
+    noise,
     resolve_scale,
     severity_level,
+    strips,
     weather,
 )
-from testtime.corruptions.frost import frost_textures, make_textures
+from testtime.corruptions.frost import cut_textures, enlarged_size, frost_textures, make_textures
 from testtime.corruptions.noise import poisson
+from testtime.corruptions.registry import SIDE_LIMIT
 from testtime.randomness import Draws
 
 CHANCE = [
@@ -198,6 +208,110 @@ def test_errors_name_the_argument_and_its_value():
         corrupt(images, "fog", 1, chunk=0)
     with pytest.raises(ValueError, match="`severity` must be 1 to 5, got 0"):
         severity_level("fog", 0, "cifar")
+
+
+# ------------------------------------------------------------------------------------------- large and long pictures
+
+
+@pytest.mark.parametrize("scale", ["cifar", "imagenet"])
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_strips_are_the_rows_of_the_whole(name: str, scale, monkeypatch: pytest.MonkeyPatch):
+    batches = [pictures(2, 29, 41), pictures(1, 50, 17, channels=1)]
+    whole = [corrupt(images, name, severity, scale=scale) for images in batches for severity in (1, 2, 3, 5)]
+    monkeypatch.setattr(filters, "_DENSE", 8)
+    for values in (1, 1000):
+        monkeypatch.setattr(strips, "_CPU_VALUES", values)
+        parts = [corrupt(images, name, severity, scale=scale) for images in batches for severity in (1, 2, 3, 5)]
+        assert all(torch.equal(part, expected) for part, expected in zip(parts, whole, strict=True))
+
+
+def test_clouds_of_a_long_picture_are_those_of_the_square_stretched_to_the_full_range(monkeypatch: pytest.MonkeyPatch):
+    draws = Draws.of(2, torch.arange(3))
+    square = weather.plasma(draws, 128, 1.7)
+    monkeypatch.setattr(weather, "_SQUARE_PIXELS", 0)
+    for height, width in ((3, 100), (100, 3), (1, 128)):
+        part = square[:, :height, :width]
+        low, high = part.amin((1, 2), keepdim=True), part.amax((1, 2), keepdim=True)
+        torch.testing.assert_close(weather.plasma(draws, 128, 1.7, (height, width)), (part - low) / (high - low))
+    assert torch.equal(weather.plasma(draws, 128, 1.7, (100, 70)), square[:, :100, :70])
+
+
+def test_a_long_picture_takes_little_memory():
+    """The square over the long side would take a gigabyte; all fifteen together add less than the textures do."""
+    program = """
+import resource, torch
+from testtime.corruptions import CORRUPTIONS, corrupt
+torch.set_num_threads(1)
+images = torch.arange(16000).remainder(256).to(torch.uint8).view(1, 1, 1, 16000)
+corrupt(images[..., :100], "frost", 1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for name in CORRUPTIONS:
+    for long in (images, images.transpose(2, 3)):
+        assert corrupt(long, name, 5).shape == long.shape
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    assert int(result.stdout) < 100  # MB
+
+
+def test_there_is_a_limit_to_the_size_and_not_to_the_batch():
+    for shape in ((1, 1, 1, SIDE_LIMIT + 1), (1, 1, SIDE_LIMIT + 1, 1), (1, 1, 8001, 8000)):
+        with pytest.raises(ValueError, match=r"^`images` must have at most 65,500 .* 64,000,000 in all, got shape"):
+            corrupt(torch.zeros(1, dtype=torch.uint8).expand(shape), "contrast", 1)
+    long = torch.zeros(1, dtype=torch.uint8).expand(1, 1, 1, SIDE_LIMIT)
+    assert corrupt(long, "jpeg_compression", 1).shape == long.shape
+
+
+# -------------------------------------------------------------------------------------------------- torch's defaults
+
+
+@contextlib.contextmanager
+def torch_default(what: str) -> Iterator[None]:
+    kind = torch.get_default_dtype()
+    try:
+        if what in ("float64", "bfloat16"):
+            torch.set_default_dtype(getattr(torch, what))
+        if what == "meta":
+            torch.set_default_device("meta")
+        with contextlib.ExitStack() as stack:
+            if what == "inference":
+                stack.enter_context(torch.inference_mode())
+            if what == "autocast":
+                stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+            yield
+    finally:
+        torch.set_default_dtype(kind)
+        torch.set_default_device(None)
+
+
+def forget() -> None:
+    """Empty the caches: what they hold was made under other defaults."""
+    for cached in (
+        frost._prepared,
+        make_textures,
+        filters.gaussian_matrix,
+        filters.box_taps,
+        filters._box_matrix,
+        blur._zoom_operator,
+        noise._alias_tables,
+    ):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("what", ["float64", "bfloat16", "meta", "inference", "autocast"])
+def test_torchs_defaults_do_not_matter(what: str):
+    batches = [pictures(2), pictures(2, 70, 66, channels=1)]
+    severities = {name: 1 + place % 5 for place, name in enumerate(CORRUPTIONS)}
+    forget()
+    expected = {name: [corrupt(images, name, severities[name]) for images in batches] for name in CORRUPTIONS}
+    forget()
+    with torch_default(what):
+        found = {name: [corrupt(images, name, severities[name]) for images in batches] for name in CORRUPTIONS}
+    for name in CORRUPTIONS:
+        assert all(torch.equal(a, b) for a, b in zip(expected[name], found[name], strict=True)), name
+    # And what was cached there serves where gradients are wanted.
+    assert torch.equal(corrupt(batches[0].float() / 255, "elastic_transform", 3), expected["elastic_transform"][0])
+    assert corrupt((batches[0].float() / 255).requires_grad_(), "zoom_blur", 2).shape == batches[0].shape
 
 
 # ------------------------------------------------------------------------------------------------------------ noises
@@ -524,10 +638,25 @@ def test_frost_textures_are_five_and_fit_any_image():
     assert len(textures) == 5
     assert all(texture.dtype == torch.uint8 and texture.shape == (3, 480, 720) for texture in textures)
     assert not torch.equal(textures[1], textures[2])
-    for size in ((32, 32), (200, 60)):
-        for texture in frost_textures("cifar", size):
-            assert texture.shape[1] > size[0]
-            assert texture.shape[2] > size[1]
+    small = frost_textures("cifar")
+    assert all(torch.equal(texture, whole[:, 2::5, 2::5]) for texture, whole in zip(small, textures, strict=True))
+    for size in ((32, 32), (200, 60), (95, 143), (96, 144), (1, 3000)):
+        for texture in small:
+            height, width = enlarged_size(texture, size)
+            assert height > size[0]
+            assert width > size[1]
+            assert height / width == pytest.approx(96 / 144, rel=0.05)
+
+
+def test_a_cut_of_an_enlarged_texture_is_a_cut_of_a_bilinear_enlargement():
+    texture = make_textures()[3][:, :40, :50]
+    size = (101, 127)
+    plane = texture[None].float()
+    whole = torch.nn.functional.interpolate(plane, size=size, mode="bilinear", align_corners=False)[0]
+    top, left = torch.tensor([0, 33, 61]), torch.tensor([27, 0, 11])
+    for cut, y, x in zip(cut_textures(texture, size, top, left, (40, 100)), top, left, strict=True):
+        apart = cut.float() - whole[:, y : y + 40, x : x + 100]
+        assert apart.abs().max() <= 0.5 + 1e-3
 
 
 def test_frost_photographs_come_from_a_folder(tmp_path: Path):
@@ -542,10 +671,10 @@ def test_frost_photographs_come_from_a_folder(tmp_path: Path):
 
 
 def test_frost_folder_without_a_photograph_is_an_error(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"has no frost1\.png or frost1\.jpg"):
+    with pytest.raises(FileError, match=rf"^{tmp_path}: .*frost1\.png"):
         corrupt(pictures(1), "frost", 1, frost=tmp_path)
     (tmp_path / "frost1.png").write_bytes(b"no picture")
-    with pytest.raises(ValueError, match=r"frost1\.png cannot be read as an image"):
+    with pytest.raises(FileError, match=r"/frost1\.png: "):
         corrupt(pictures(1), "frost", 1, frost=tmp_path)
 
 

@@ -35,7 +35,7 @@ def test_get_reports_failures_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setitem(download.REMOTES, "cifar10", (Remote("http://127.0.0.1:9/a.tar.gz", "0" * 32, "a"),))
+    monkeypatch.setitem(download.REMOTES, "cifar10", (Remote("http://127.0.0.1:9/a.tar.gz", 9, "md5:0", "a"),))
     assert run(["data", "get", "cifar10", "--data-root", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: http://127.0.0.1:9/a.tar.gz: cannot be reached")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from testtime.data import digits
+from testtime.data import digits, pack
+from testtime.data import open as open_set
+from testtime.data.resized import Resized
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,38 @@ def _neighbours(position: int) -> list[tuple[int, float]]:
     centre = position // 2
     other = centre + (1 if position % 2 else -1)
     return [(centre, 0.75), (min(max(other, 0), 7), 0.25)]
+
+
+NAMES = ("digits", "digits-c/fog/3", "digits-c/frost/5", "digits-c/zoom_blur/2", "digits-gradual/shot_noise")
+
+
+def read(name: str) -> list[torch.Tensor]:
+    test_set = open_set(name)
+    assert test_set.labels is not None
+    chunks = [chunk.images for chunk in test_set.chunks(64, order=range(100))]
+    return [*chunks, test_set.images(slice(0, 500, 97)), test_set.labels, test_set.numbers()]
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta", "inference", "autocast"])
+def test_torchs_defaults_do_not_matter(default: torch.dtype | str, tmp_path: Path) -> None:
+    expected = {name: read(name) for name in NAMES}
+    modes = {"inference": torch.inference_mode(), "autocast": torch.autocast("cpu", dtype=torch.bfloat16)}
+    try:
+        if isinstance(default, torch.dtype):
+            torch.set_default_dtype(default)
+        if default == "meta":
+            torch.set_default_device("meta")
+        with modes.get(str(default), contextlib.nullcontext()):
+            found = {name: read(name) for name in NAMES}
+            packed = pack(open_set("digits-c/contrast/1"), tmp_path / "packed").images(slice(None))
+            smaller = Resized(open_set("digits", size=32), 20).images([3, 4])
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    for name in NAMES:
+        assert all(torch.equal(a, b) for a, b in zip(expected[name], found[name], strict=True)), name
+    assert torch.equal(packed, open_set("digits-c/contrast/1").images(slice(None)))
+    assert torch.equal(smaller, Resized(open_set("digits", size=32), 20).images([3, 4]))
 
 
 @pytest.mark.parametrize(("arguments", "word"), [({"split": "dev"}, "split"), ({"size": 7}, "size")])

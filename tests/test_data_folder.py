@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from testtime.data import DataError, TensorSet, TestSet, folder, imagenet, open_packed, pack
+from testtime.data import Corrupted, DataError, TensorSet, TestSet, folder, imagenet, open_packed, pack
 from testtime.data.pack import find_damage
 
 WNIDS = ("n01440764", "n02102040", "n03000684")
@@ -49,6 +50,39 @@ def test_a_folder_for_each_class(pets: Path) -> None:
     assert test_set.labels.tolist() == [0, 0, 1, 1]
     assert test_set.images([0]).shape == (1, 3, 16, 16)
     assert shades(test_set) == [20, 10, 30, 40]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such names and files there")
+def test_a_folder_may_hold_anything(pets: Path, tmp_path: Path) -> None:
+    odd = os.fsdecode(b"odd \xff\x1b[31m\n")
+    draw(pets / odd / f"{odd}.png", 50)
+    os.mkfifo(pets / "cat" / "pipe.png")
+    (pets / "cat" / "folder.png").mkdir()
+    (pets / "cat" / "nothing.png").symlink_to("nothing at all.png")
+    test_set = folder.load(pets, size=16)
+    assert test_set.classes == ("cat", "dog", odd)
+    assert len(test_set) == 5
+    noisy = Corrupted(test_set, "contrast", 1)
+    assert len({test_set.fingerprint(), noisy.fingerprint()}) == 2
+    flat = folder.load(pets / odd, size=16)
+    assert len(Corrupted(flat, "contrast", 1).fingerprint()) == 64
+    packed = pack(test_set, tmp_path / "packed")
+    assert packed.classes == test_set.classes
+    assert packed.images([4]).equal(test_set.images([4]))
+    (pets / odd / f"{odd}.png").write_bytes(b"broken")
+    (fault,) = test_set.faults()
+    assert str(fault).isprintable()
+    assert test_set.tell(fault).isprintable()
+    (pets / "loop").symlink_to(pets / "loop")
+    with pytest.raises(DataError, match="/loop: "):
+        folder.load(pets)
+
+
+def test_folders_that_cannot_be(tmp_path: Path) -> None:
+    for name in ("nul\0byte", "a" * 5000, "none"):
+        with pytest.raises(DataError) as raised:
+            folder.load(tmp_path / name)
+        assert str(raised.value).isprintable()
 
 
 def test_classes_in_the_networks_order(pets: Path) -> None:
@@ -219,6 +253,20 @@ def test_packing_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "images.u8", "index.json"]
 
 
+@pytest.mark.parametrize("line", ["[" * 100_000, "{}", '["x", [7]]', '["x", [["7", "y"]]]', "[NaN, []]"])
+def test_packing_starts_over_when_the_journal_is_damaged(tmp_path: Path, line: str) -> None:
+    source = Counting()
+    source.breaks_at = 7
+    with pytest.raises(KeyboardInterrupt):
+        pack(source, tmp_path, block=3)
+    lines = (tmp_path / "blocks.part").read_text().splitlines()
+    for content in ([line, *lines[1:]], [lines[0], line, *lines[2:]]):
+        (tmp_path / "blocks.part").write_text("\n".join(content))
+        source.breaks_at = -1
+        assert pack(source, tmp_path, block=3).images(slice(None)).equal(source.images(slice(None)))
+        (tmp_path / "index.json").unlink()
+
+
 def test_packing_starts_over_when_the_part_is_damaged(tmp_path: Path) -> None:
     source = Counting()
     source.breaks_at = 7
@@ -264,8 +312,21 @@ def test_damaged_packs(tmp_path: Path) -> None:
         (tmp_path / "index.json").write_text(json.dumps(index))
         with pytest.raises(DataError, match=r"index\.json: not the index of a packed set"):
             open_packed(tmp_path)
+    wrong = [
+        {**good, "count": 10**15, "block": 10**15, "blocks": ["x"], "labels": None},
+        {**good, "shape": [2**40, 2**40, 2**40]},
+        {**good, "shape": []},
+        {**good, "classes": "abc"},
+        {**good, "skipped": [3]},
+        {**good, "labels": [0.5] * 10},
+    ]
+    for content in (*map(json.dumps, wrong), "[" * 100_000, '{"format": 1e999}', "\0"):
+        (tmp_path / "index.json").write_text(content)
+        with pytest.raises(DataError, match=r"/(index\.json|images\.u8): ") as raised:
+            open_packed(tmp_path)
+        assert str(raised.value).isprintable()
     (tmp_path / "index.json").write_text("{")
-    with pytest.raises(DataError, match=r"index\.json: not readable as JSON"):
+    with pytest.raises(DataError, match=r"index\.json: not a JSON file"):
         open_packed(tmp_path)
 
 

@@ -180,6 +180,8 @@ def change(root: Path, name: str, key: str, value: Any) -> None:
         ("misc/imagenet_class_index.json", "x", ["a", "b"], "not a number"),
         ("misc/imagenet_vid_class_index.json", "9", ["n1"], "not a number"),
         ("misc/imagenet_vid_class_index.json", "9", ["n02062744", "again"], "twice"),
+        ("misc/imagenet_vid_class_index.json", "9" * 5000, ["n1", "far"], "not a number"),
+        ("misc/imagenet_vid_class_index.json", "\u0669", ["n1", "other digits"], "not a number"),
     ],
 )
 def test_files_that_do_not_fit(root: Path, name: str, key: str, value: Any, fault: str) -> None:
@@ -192,8 +194,18 @@ def test_files_that_do_not_fit(root: Path, name: str, key: str, value: Any, faul
 def test_unreadable_json(root: Path, content: str) -> None:
     path = root / "imagenet-vid-robust/misc/wnid_map.json"
     path.write_bytes(content.encode("utf-8", "surrogatepass"))
-    with pytest.raises(DataError, match=r"wnid_map\.json: not (readable as JSON|a JSON object)"):
+    with pytest.raises(DataError, match=r"wnid_map\.json: (not a JSON|an empty file)"):
         vid.load(root)
+
+
+@pytest.mark.parametrize("name", ["val/a\0b", "val/\ud800", "val/" + "a" * 5000, ""])
+def test_names_that_no_file_can_have(root: Path, name: str) -> None:
+    change(root, "metadata/labels.json", name, [2])
+    change(root, "metadata/pmsets.json", name, [])
+    with pytest.raises(DataError) as raised:
+        vid.load(root)
+    assert str(raised.value).startswith(str(root))
+    assert str(raised.value).isprintable()
 
 
 def test_missing_parts(root: Path) -> None:

@@ -42,12 +42,12 @@ def corrupt(
       testtime corrupt cifar-10-batches-bin/ CIFAR-10-C/ --all
       testtime corrupt --gallery cat.jpg gallery.png
     """
-    from testtime import corruptions, data
+    from testtime import corruptions
     from testtime.data import cifar
 
     if (name is not None) + whole + gallery != 1:
         raise typer.BadParameter("give one of --name, --all and --gallery.")
-    with as_bad_arguments(corruptions.FileError, data.DataError), progress("corrupt") as report:
+    with as_bad_arguments(corruptions.FileError), progress("corrupt") as report:
         if gallery:
             corruptions.write_gallery(source, target, seed=seed, scale=scale, frost=frost)
             report(1, 1)

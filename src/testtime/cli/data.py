@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from testtime.cli.console import as_bad_arguments, pick_device, progress
+from testtime.storage import printable
 
 app = typer.Typer(help="Data sets: what there is, where it is, getting and checking it.", no_args_is_help=True)
 
@@ -23,9 +24,9 @@ def list_data(data_root: str | None = _DATA_ROOT) -> None:
     for found in data.describe_all(data_root):
         typer.echo(f"{found.name:17} {found.state:11} {found.what}")
         if found.place is not None:
-            typer.echo(f"{'':29} {found.place}")
+            typer.echo(f"{'':29} {printable(str(found.place))}")
         if found.detail:
-            typer.echo(f"{'':29} {found.detail}")
+            typer.echo(f"{'':29} {printable(found.detail)}")
 
 
 @app.command("get")
@@ -69,7 +70,7 @@ def pack_data(
             names, data_root, size=size, on_bad=on_bad_image, device=pick_device(device), progress=report
         )
     for line in dict.fromkeys(line for one in packed for line in one.skipped):
-        typer.echo(f"left out: {line}", err=True)
+        typer.echo(f"left out: {printable(line)}", err=True)
     typer.echo(f"{len(packed)} sets are in {data.data_root(data_root) / 'packed'}")
 
 
@@ -84,7 +85,7 @@ def check_data(
     with as_bad_arguments(), progress(f"checking {name}") as report:
         faults = data.check(name, data_root, report)
     for fault in faults:
-        typer.echo(fault)
+        typer.echo(printable(fault))
     if faults:
         raise typer.Exit(1)
     typer.echo(f"{name} is sound")

@@ -7,15 +7,8 @@ that drift; `corrupt_chunks` works through a set without holding its result; `co
 `corrupt_cifar` and `corrupt_imagenet` work on disk, and `write_gallery` draws one picture of them all.
 """
 
-from testtime.corruptions.files import (
-    FileError,
-    Progress,
-    corrupt_cifar,
-    corrupt_file,
-    corrupt_folder,
-    corrupt_imagenet,
-    corrupt_path,
-)
+from testtime.corruptions.files import corrupt_file
+from testtime.corruptions.folders import Progress, corrupt_cifar, corrupt_folder, corrupt_imagenet, corrupt_path
 from testtime.corruptions.gallery import draw_gallery, write_gallery
 from testtime.corruptions.noise import NoiseName
 from testtime.corruptions.registry import (
@@ -28,6 +21,7 @@ from testtime.corruptions.registry import (
     resolve_scale,
     severity_level,
 )
+from testtime.storage import FileError
 
 __all__ = [
     "CORRUPTIONS",

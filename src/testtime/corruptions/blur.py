@@ -1,9 +1,4 @@
-"""The four blurs: defocus, glass, motion and zoom, and the filters the other corruptions share with them.
-
-Where a blur is a weighted mean of 8-bit pixels, its weights are rounded to multiples of 2⁻¹⁶ that add up to one. Sums
-are then exact in floating point whatever their order, so an image comes out the same, bit for bit, alone or in a batch,
-on the CPU or on a GPU.
-"""
+"""The four blurs: defocus, glass, motion and zoom."""
 
 from __future__ import annotations
 
@@ -18,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from testtime.corruptions.filters import Array, gaussian_weights, round_weights, smooth
+from testtime.corruptions.strips import by_strips, skip, split_rows
 from testtime.randomness import Draws
-
-Array = npt.NDArray[np.float64]
 
 # (radius of the disk, standard deviation that softens its edge)
 DEFOCUS = {
@@ -47,75 +42,6 @@ ZOOM = {
 _DENSE_PIXELS = 1600
 
 
-def round_weights(weights: Array, bits: int = 16) -> Array:
-    """Weights rounded to multiples of 2⁻ᵇⁱᵗˢ along the last axis so that their sum is rounded only once.
-
-    Running sums are rounded and differences taken: many small equal weights would else all err to the same side.
-
-    Args:
-        weights: Non-negative, `(..., K)`.
-        bits: Fraction bits.
-    """
-    return np.diff(np.round(np.cumsum(weights, -1) * 2.0**bits), axis=-1, prepend=0) / 2.0**bits
-
-
-def gaussian_weights(sigma: float, radius: int) -> Array:
-    """A gaussian at the whole numbers from -radius to radius, adding up to one, `(2·radius + 1,)`."""
-    if sigma <= 0:
-        return np.ones(1)
-    weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / sigma) ** 2)
-    return weights / weights.sum()
-
-
-@functools.lru_cache(maxsize=64)
-def gaussian_matrix(size: int, sigma: float, truncate: float, border: str) -> Tensor:
-    """The gaussian filter of a line of `size` pixels as a matrix.
-
-    Args:
-        size: Pixels in the line.
-        sigma: Standard deviation in pixels.
-        truncate: The kernel ends at this many standard deviations.
-        border: "edge" repeats the outermost pixel, "reflect" mirrors the line with its outermost pixel.
-
-    Returns:
-        Float64 `(size, size)` with rows in multiples of 2⁻¹⁸: two passes over 16-bit numbers stay exact.
-    """
-    radius = int(truncate * sigma + 0.5)
-    weights = gaussian_weights(sigma, radius)
-    matrix = np.zeros((size, size))
-    rows = np.arange(size)
-    for offset, weight in zip(range(-radius, radius + 1), weights, strict=True):
-        columns = rows + offset
-        if border == "edge":
-            columns = columns.clip(0, size - 1)
-        else:
-            columns = columns % (2 * size)
-            columns = np.minimum(columns, 2 * size - 1 - columns)
-        np.add.at(matrix, (rows, columns), weight)
-    return torch.from_numpy(round_weights(matrix, bits=18))
-
-
-def smooth(images: Tensor, sigma: float, truncate: float, border: str) -> Tensor:
-    """Blur the last two axes of whole-numbered images with a gaussian, exactly, in float64.
-
-    Args:
-        images: Whole numbers below 2¹⁶ in size, `(..., H, W)`.
-        sigma: Standard deviation in pixels.
-        truncate: The kernel ends at this many standard deviations.
-        border: "edge" or "reflect", as in `gaussian_matrix`.
-
-    Returns:
-        Float64 `(..., H, W)`.
-    """
-    images = images.to(torch.float64)
-    if int(truncate * sigma + 0.5) == 0:
-        return images
-    height, width = images.shape[-2:]
-    rows = gaussian_matrix(height, sigma, truncate, border).to(images.device)
-    columns = gaussian_matrix(width, sigma, truncate, border).to(images.device)
-    return rows @ (images @ columns.T)
-
-
 def disk(radius: float, softness: float) -> Array:
     """A disk with a softened edge, adding up to about one, `(K, K)` with K odd; empty margins are cut off."""
     reach = 8 if radius <= 8 else int(radius)
@@ -137,12 +63,12 @@ def disk(radius: float, softness: float) -> Array:
     return kernel[margin : len(kernel) - margin, margin : len(kernel) - margin]
 
 
-def _reflect(size: int, pad: int) -> Tensor:
+def _reflect(size: int, pad: int) -> npt.NDArray[np.int64]:
     """Indices of a line padded by its mirror image without its outermost pixel, for any pad, `(size + 2·pad,)`."""
     if size == 1:
-        return torch.zeros(1 + 2 * pad, dtype=torch.long)
-    index = torch.arange(-pad, size + pad) % (2 * size - 2)
-    return torch.minimum(index, 2 * size - 2 - index)
+        return np.zeros(1 + 2 * pad, np.int64)
+    index = np.arange(-pad, size + pad) % (2 * size - 2)
+    return np.minimum(index, 2 * size - 2 - index)
 
 
 def defocus_blur(images: Tensor, level: tuple[float, float]) -> Tensor:
@@ -160,17 +86,23 @@ def defocus_blur(images: Tensor, level: tuple[float, float]) -> Tensor:
     kernel = round_weights(kernel.reshape(-1), bits=15).reshape(kernel.shape)
     pad = len(kernel) // 2
     height, width = images.shape[-2:]
-    padded = images[..., _reflect(height, pad).to(images.device), :][..., _reflect(width, pad).to(images.device)]
+    down, across = (torch.from_numpy(_reflect(size, pad)).to(images.device) for size in (height, width))
     taps = np.argwhere(kernel > 0)
-    if len(taps) > 64:  # a real convolution wins over adding shifted images
-        weight = torch.from_numpy(kernel).to(padded.device, padded.dtype)[None, None]
-        flat = padded.reshape(-1, 1, *padded.shape[-2:])
-        return F.conv2d(flat, weight).view(images.shape)
-    result = torch.zeros_like(images)
-    for row, column in taps.tolist():
-        view = padded[..., row : row + height, column : column + width]
-        result.add_(view, alpha=float(kernel[row, column]))
-    return result
+    weight = torch.from_numpy(kernel).to(images.device, images.dtype)[None, None]
+
+    def blur_rows(rows: slice) -> Tensor:
+        padded = images[..., down[rows.start : rows.stop + 2 * pad], :][..., across]
+        if len(taps) > 64:  # a real convolution wins over adding shifted images
+            return F.conv2d(padded.flatten(0, 1)[:, None], weight).view(
+                *images.shape[:2], rows.stop - rows.start, width
+            )
+        result = torch.zeros_like(images[..., rows, :])
+        for row, column in taps.tolist():
+            view = padded[..., row : row + result.shape[-2], column : column + width]
+            result.add_(view, alpha=float(kernel[row, column]))
+        return result
+
+    return by_strips(images.shape, images.device, blur_rows)
 
 
 def shuffle_pixels(images: Tensor, reach: int, draws: Draws) -> Tensor:
@@ -193,32 +125,53 @@ def shuffle_pixels(images: Tensor, reach: int, draws: Draws) -> Tensor:
     rows, columns = height - 2 * reach, width - 2 * reach
     if rows < 1 or columns < 1:
         return images
-    device = images.device
+    result = images.clone()
+    # Last strip first, as the walk goes: rows below a strip have their new values, rows above it still the old ones.
+    for strip in reversed(split_rows(rows, count * channels * width, images.device)):
+        top, bottom = strip.start + reach + 1, strip.stop + reach + 1
+        choice = skip(draws, strip.start * columns).integers(4 * reach * reach, bottom - top, columns)
+        source = _trace_walk(choice, reach, width)[:, reach * width : (reach + bottom - top) * width]
+        flat = result[:, :, top - reach : bottom + reach - 1].reshape(count, channels, -1)
+        taken = flat.gather(2, source.unsqueeze(1).expand(-1, channels, -1))
+        result[:, :, top:bottom] = taken.view(count, channels, -1, width)
+    return result
+
+
+def _trace_walk(choice: Tensor, reach: int, width: int) -> Tensor:
+    """Where the pixels of a strip end up reading from, as indices into the strip with the rows that it may read.
+
+    Args:
+        choice: What each walked pixel draws, both offsets in one number, `(N, rows, columns)`.
+        reach: As in `shuffle_pixels`.
+        width: Width of the image.
+
+    Returns:
+        int64 `(N, (reach + rows + reach - 1) · width)`.
+    """
+    count, rows, columns = choice.shape
+    height = rows + 2 * reach - 1
     pixels = height * width
-    walked = torch.arange(pixels, device=device).view(height, width)[
-        reach + 1 : height - reach + 1, reach + 1 : width - reach + 1
-    ]
-    choice = draws.integers(4 * reach * reach, rows, columns)  # both offsets from one number
+    own = torch.arange(pixels, device=choice.device)
+    walked = own.view(height, width)[reach : reach + rows, reach + 1 : reach + 1 + columns]
     offset = (choice // (2 * reach) - reach) * width + (choice % (2 * reach) - reach)
-    target = walked + offset  # (N, rows, columns)
-    source = torch.arange(pixels, device=device).view(height, width).repeat(count, 1, 1)
-    source[:, reach + 1 : height - reach + 1, reach + 1 : width - reach + 1] = target
+    source = own.view(height, width).repeat(count, 1, 1)
+    source[:, reach : reach + rows, reach + 1 : reach + 1 + columns] = walked + offset
     source = source.view(count, pixels)
-    if reach > 1:  # with a reach of 1 every neighbour is read before the walk comes to it
-        # A pointer to a later pixel means its new value, followed on; to an earlier one its old value, the end.
-        done = torch.ones(pixels, dtype=torch.bool, device=device)
-        done[walked.flatten()] = False
-        old = (source <= torch.arange(pixels, device=device)) | done[source]
-        for _ in range(math.ceil(math.log2(pixels))):
-            if bool(old.all()):
-                break
-            follow = torch.where(old, torch.arange(pixels, device=device), source)
-            source, old = (
-                torch.where(old, source, source.gather(1, follow)),
-                old | old.gather(1, follow),
-            )
-    flat = images.reshape(count, channels, pixels)
-    return flat.gather(2, source.unsqueeze(1).expand(-1, channels, -1)).view(images.shape)
+    if reach == 1:  # every neighbour is read before the walk comes to it
+        return source
+    # A pointer to a later pixel means its new value, followed on; to an earlier one its old value, the end.
+    done = torch.ones(pixels, dtype=torch.bool, device=choice.device)
+    done[walked.flatten()] = False
+    old = (source <= own) | done[source]
+    for _ in range(math.ceil(math.log2(pixels))):
+        if bool(old.all()):
+            break
+        follow = torch.where(old, own, source)
+        source, old = (
+            torch.where(old, source, source.gather(1, follow)),
+            old | old.gather(1, follow),
+        )
+    return source
 
 
 def glass_blur(images: Tensor, level: tuple[float, int, int], draws: Draws) -> Tensor:
@@ -264,15 +217,23 @@ def motion_blur(images: Tensor, radius: int, sigma: float, angles: Tensor) -> Te
     down = np.ceil(steps * np.sin(radians) - 0.5).astype(int)
     left, right = max(0, -int(across.min())), max(0, int(across.max()))
     above, below = max(0, -int(down.min())), max(0, int(down.max()))
-    padded = F.pad(images[order], (left, right, above, below), mode="replicate")
-    result = torch.zeros_like(images)
-    for step in range(taps):
-        changes = np.flatnonzero((np.diff(across[step]) != 0) | (np.diff(down[step]) != 0)) + 1
-        bounds = [0, *changes.tolist(), len(radians)]
-        for start, stop in itertools.pairwise(bounds):
-            row, column = above + int(down[step, start]), left + int(across[step, start])
-            view = padded[start:stop, :, row : row + height, column : column + width]
-            result[start:stop].add_(view, alpha=float(weights[step]))
+    ordered = images[order]
+
+    def blur_rows(rows: slice) -> Tensor:
+        window = ordered[:, :, max(0, rows.start - above) : rows.stop + below]
+        over, under = max(0, above - rows.start), max(0, rows.stop + below - height)
+        padded = F.pad(window, (left, right, over, under), mode="replicate")
+        result = torch.zeros_like(ordered[:, :, rows])
+        for step in range(taps):
+            changes = np.flatnonzero((np.diff(across[step]) != 0) | (np.diff(down[step]) != 0)) + 1
+            bounds = [0, *changes.tolist(), len(radians)]
+            for start, stop in itertools.pairwise(bounds):
+                row, column = above + int(down[step, start]), left + int(across[step, start])
+                view = padded[start:stop, :, row : row + result.shape[2], column : column + width]
+                result[start:stop].add_(view, alpha=float(weights[step]))
+        return result
+
+    result = by_strips(images.shape, images.device, blur_rows)
     return torch.empty_like(result).index_copy_(0, order, result)
 
 
@@ -317,16 +278,26 @@ def zoom_matrix(size: int, factor: float) -> Array:
     return matrix
 
 
-def clipped_zoom(images: Tensor, factor: float) -> Tensor:
-    """Zoom into the centre of images by a factor of at least 1, bilinearly, at the same size, `(..., H, W)`."""
+def clipped_zoom(images: Tensor, factor: float, rows: slice | None = None) -> Tensor:
+    """Zoom into the centre of images by a factor of at least 1, bilinearly, at the same size.
+
+    Args:
+        images: `(..., H, W)`.
+        factor: The factor.
+        rows: Which rows of the zoomed images to make; None makes all.
+
+    Returns:
+        `(..., rows, W)`.
+    """
+    rows = slice(None) if rows is None else rows
     if factor == 1:
-        return images
-    for axis in (-2, -1):
+        return images[..., rows, :]
+    for axis, part in ((-2, rows), (-1, slice(None))):
         size = images.shape[axis]
         whole, share = zoom_taps(size, factor)
-        near = torch.from_numpy(whole).to(images.device)
+        near = torch.from_numpy(whole[part]).to(images.device)
         far = (near + 1).clamp(max=size - 1)
-        weight = torch.from_numpy(share).to(images.device, images.dtype)
+        weight = torch.from_numpy(share[part]).to(images.device, images.dtype)
         if axis == -2:
             weight = weight[:, None]
         # Products and sums apart: a fused multiply-add rounds differently in the tail of a vector loop.
@@ -342,14 +313,14 @@ def zoom_factors(level: tuple[float, float]) -> list[float]:
 
 @functools.lru_cache(maxsize=16)
 def _zoom_operator(height: int, width: int, level: tuple[float, float]) -> Tensor:
-    """The whole zoom blur as a matrix that flat images are multiplied with, float32 `(H·W, H·W)`."""
+    """The whole zoom blur as a matrix that flat images are multiplied with, float64 `(H·W, H·W)`."""
     factors = zoom_factors(level)
     total = np.eye(height * width)
     for factor in factors:
         rows, columns = zoom_matrix(height, factor), zoom_matrix(width, factor)
         total += np.kron(rows, columns)
     weights = round_weights(total / (len(factors) + 1))
-    return torch.from_numpy(weights.T.astype(np.float32)).contiguous()
+    return torch.from_numpy(weights.T.copy())
 
 
 def zoom_blur(images: Tensor, level: tuple[float, float]) -> Tensor:
@@ -365,9 +336,15 @@ def zoom_blur(images: Tensor, level: tuple[float, float]) -> Tensor:
     height, width = images.shape[-2:]
     if height * width <= _DENSE_PIXELS:
         operator = _zoom_operator(height, width, level).to(images.device)
-        return (images.reshape(-1, height * width) @ operator).view(images.shape)
+        # Float64: torch may be set to multiply float32 matrices with fewer bits.
+        blurred = images.reshape(-1, height * width).to(torch.float64) @ operator
+        return blurred.view(images.shape).to(images.dtype)
     factors = zoom_factors(level)
-    total = images.clone()
-    for factor in factors:
-        total += clipped_zoom(images, factor)
-    return total / (len(factors) + 1)
+
+    def blur_rows(rows: slice) -> Tensor:
+        total = images[:, :, rows].clone()
+        for factor in factors:
+            total += clipped_zoom(images, factor, rows)
+        return total / (len(factors) + 1)
+
+    return by_strips(images.shape, images.device, blur_rows)

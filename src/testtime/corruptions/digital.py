@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from testtime.corruptions.blur import Array, round_weights, smooth
+from testtime.corruptions.filters import box_filter, box_taps, smooth
+from testtime.corruptions.strips import by_strips, skip, split_rows
 from testtime.randomness import Draws
 
 # share of the contrast that stays
@@ -28,6 +29,7 @@ ELASTIC = {
 _ELASTIC_SIZE = {"cifar": 1.0, "imagenet": 244 / 224}
 # share of the size that is left
 PIXELATE = {"cifar": (0.95, 0.9, 0.85, 0.75, 0.65), "imagenet": (0.6, 0.5, 0.4, 0.3, 0.25)}
+_GRID_COPIES = 4  # float64 numbers held for a pixel while a grid is filled
 # quality
 JPEG = {"cifar": (80, 65, 58, 50, 40), "imagenet": (25, 18, 15, 10, 7)}
 
@@ -44,7 +46,7 @@ def contrast(images: Tensor, level: float) -> Tensor:
     """
     # Float64: sums of whole numbers are exact in any order.
     mean = images.mean((2, 3), keepdim=True, dtype=torch.float64).to(torch.float32)
-    return (images - mean) * level + mean
+    return by_strips(images.shape, images.device, lambda rows: (images[:, :, rows] - mean) * level + mean)
 
 
 def elastic_sizes(level: tuple[float, float, float], scale: str, side: int) -> tuple[float, float, float]:
@@ -65,26 +67,62 @@ def elastic_transform(images: Tensor, level: tuple[float, float, float], draws: 
         Float pixels `(N, C, H, W)`.
     """
     length, sigma, reach = level
-    height, width = images.shape[-2:]
-    device = images.device
-    across, down = _affine_grid(draws.purpose("points"), reach, height, width)
-    # Mirrored without the edge: grid_sample's reflection between the centres of the outermost pixels.
-    grid = torch.stack([across * (2 / max(width - 1, 1)) - 1, down * (2 / max(height - 1, 1)) - 1], -1)
-    images = F.grid_sample(images, grid.to(images.dtype), padding_mode="reflection", align_corners=True)
+    grid = _shear_grid(draws.purpose("points"), reach, images)
+    images = F.grid_sample(images, grid, padding_mode="reflection", align_corners=True)
     if length == 0:
         return images
-    # Whole numbers, so that smoothing is exact; (field + 1/2) / 2¹⁵ - 1 is uniform in ±1.
-    field = draws.purpose("field").integers(1 << 16, 2, height, width)
-    moves = ((smooth(field, sigma, 3, "reflect") + 0.5) * 2**-15 - 1) * length  # (N, 2, H, W)
-    across = torch.arange(width, device=device) + moves[:, 0]
-    down = torch.arange(height, device=device)[:, None] + moves[:, 1]
-    # Mirrored with the edge: reflection between the outer borders of the outermost pixels.
-    grid = torch.stack([(across * 2 + 1) / width - 1, (down * 2 + 1) / height - 1], -1)
-    return F.grid_sample(images, grid.to(images.dtype), padding_mode="reflection", align_corners=False)
+    _fill_ripple_grid(grid, draws.purpose("field"), length, sigma)
+    return F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
 
 
-def _affine_grid(draws: Draws, reach: float, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Where each pixel of the sheared image reads the original: columns and rows, float64 `(N, H, W)` each."""
+def _shear_grid(draws: Draws, reach: float, images: Tensor) -> Tensor:
+    """What `grid_sample` takes to shear images, mirrored without their edges, `(N, H, W, 2)`.
+
+    That is its reflection between the centres of the outermost pixels.
+    """
+    count, _, height, width = images.shape
+    grid = torch.empty((count, height, width, 2), dtype=images.dtype, device=images.device)
+    for rows in split_rows(height, _GRID_COPIES * count * width, images.device):
+        across, down = _affine_grid(draws, reach, height, width, rows)
+        grid[:, rows, :, 0] = across * (2 / max(width - 1, 1)) - 1
+        grid[:, rows, :, 1] = down * (2 / max(height - 1, 1)) - 1
+    return grid
+
+
+def _fill_ripple_grid(grid: Tensor, draws: Draws, length: float, sigma: float) -> None:
+    """Write to a grid what `grid_sample` takes to stretch and squeeze images, mirrored with their edges.
+
+    That is its reflection between the outer borders of the outermost pixels.
+    """
+    count, height, width, _ = grid.shape
+    device = grid.device
+    strips = split_rows(height, _GRID_COPIES * count * width, device)
+    places = torch.arange(width, device=device), torch.arange(height, device=device)[:, None]
+    for axis, (place, size) in enumerate(zip(places, (width, height), strict=True)):
+        field = torch.empty((count, height, width), dtype=torch.int32, device=device)
+        for rows in strips:
+            stream = skip(draws, (axis * height + rows.start) * width)
+            field[:, rows] = stream.integers(1 << 16, rows.stop - rows.start, width).to(torch.int32)
+        smoothed = smooth(field, sigma, 3, "reflect")
+        for rows in strips:
+            # Whole numbers, so that smoothing is exact; (field + 1/2) / 2¹⁵ - 1 is uniform in ±1.
+            moves = ((smoothed[:, rows] + 0.5) * 2**-15 - 1) * length  # (N, rows, W)
+            read = moves + (place[rows] if axis else place)
+            grid[:, rows, :, axis] = (read * 2 + 1) / size - 1
+
+
+def _affine_grid(
+    draws: Draws, reach: float, height: int, width: int, rows: slice | None = None
+) -> tuple[Tensor, Tensor]:
+    """Where each pixel of the sheared image reads the original: columns and rows, float64 `(N, H, W)` each.
+
+    Args:
+        draws: One stream for each image, keys `(N,)`.
+        reach: How far the three points are moved.
+        height: Height of the images.
+        width: Width of the images.
+        rows: Which rows of the sheared image; None takes all.
+    """
     side = min(height, width) // 3
     middle_x, middle_y = width // 2, height // 2
     points = torch.tensor(
@@ -99,34 +137,15 @@ def _affine_grid(draws: Draws, reach: float, height: int, width: int) -> tuple[T
     below = (moved[:, 0] - moved[:, 1]) / legs  # image of the unit vector down, (N, 2)
     determinant = right[:, 0] * below[:, 1] - right[:, 1] * below[:, 0]
     determinant = torch.where(determinant.abs() < 1e-6, torch.full_like(determinant, 1e-6), determinant)
+    down = torch.arange(height, device=points.device)[slice(None) if rows is None else rows]
     x = (torch.arange(width, device=points.device) - moved[:, 1, 0, None])[:, None, :]  # (N, 1, W)
-    y = (torch.arange(height, device=points.device) - moved[:, 1, 1, None])[:, :, None]  # (N, H, 1)
+    y = (down - moved[:, 1, 1, None])[:, :, None]  # (N, rows, 1)
     a, b, c, d = (entry[:, None, None] for entry in (below[:, 1], -below[:, 0], -right[:, 1], right[:, 0]))
     determinant = determinant[:, None, None]
     across = (a * x + b * y) / determinant + points[1, 0]
     down = (c * x + d * y) / determinant + points[1, 1]
     # OpenCV's warp reads at multiples of 1/32 pixel.
     return (across * 32 + 0.5).floor_() / 32, (down * 32 + 0.5).floor_() / 32
-
-
-def box_matrix(size: int, to: int) -> Array:
-    """Pillow's box filter from `size` pixels to `to` pixels as a matrix, `(to, size)`."""
-    ratio = size / to
-    reach = max(ratio, 1) / 2
-    matrix = np.zeros((to, size))
-    for row in range(to):
-        centre = (row + 0.5) * ratio
-        first = max(int(centre - reach + 0.5), 0)
-        last = min(int(centre + reach + 0.5), size)
-        place = (np.arange(first, last) - centre + 0.5) / max(ratio, 1)
-        matrix[row, first:last] = (place > -0.5) & (place <= 0.5)
-        matrix[row] /= matrix[row].sum()
-    return matrix
-
-
-@functools.lru_cache(maxsize=64)
-def _box(size: int, to: int) -> Tensor:
-    return torch.from_numpy(round_weights(box_matrix(size, to)).astype(np.float32))
 
 
 def pixelate(images: Tensor, level: float) -> Tensor:
@@ -142,12 +161,17 @@ def pixelate(images: Tensor, level: float) -> Tensor:
     height, width = images.shape[-2:]
     rows, columns = max(1, int(height * level)), max(1, int(width * level))
     device = images.device
-    images = (images @ _box(width, columns).T.to(device)).add_(0.5).floor_()
-    images = (_box(height, rows).to(device) @ images).add_(0.5).floor_()
+    images = box_filter(images, -1, columns).add_(0.5).floor_()
+    images = box_filter(images, -2, rows).add_(0.5).floor_()
     # Upwards the box holds one pixel: the nearest.
-    across = _box(columns, width).argmax(1).to(device)
-    down = _box(rows, height).argmax(1).to(device)
-    return images[:, :, down][..., across]
+    down, across = (_nearest(size, to).to(device) for size, to in ((rows, height), (columns, width)))
+    return images.index_select(2, down).index_select(3, across)
+
+
+def _nearest(size: int, to: int) -> Tensor:
+    """The one of `size` pixels that each of `to` pixels is, int64 `(to,)`."""
+    places, weights = box_taps(size, to)
+    return places.gather(1, weights.argmax(1, keepdim=True)).squeeze(1)
 
 
 # Pillow holds Python's lock around a small picture for longer than it releases it: threads would only wait.

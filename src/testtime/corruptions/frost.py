@@ -20,11 +20,13 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from testtime.corruptions.strips import split_rows
+from testtime.data.pictures import read_picture
 from testtime.randomness import Draws
+from testtime.storage import FileError
 
 # The published program reads six names but draws from the first five.
 PHOTOGRAPHS = ("frost1", "frost2", "frost3", "frost4", "frost5")
@@ -56,15 +58,13 @@ class _Look:
 
 def frost_textures(
     scale: Literal["cifar", "imagenet"],
-    size: tuple[int, int],
     folder: str | os.PathLike[str] | None = None,
     device: torch.device | str = "cpu",
-) -> list[Tensor]:
-    """Five frost textures, each larger than an image on both axes.
+) -> tuple[Tensor, ...]:
+    """Five frost textures.
 
     Args:
         scale: "cifar" takes every fifth pixel of the textures, as the published program does; "imagenet" all.
-        size: Height and width of the images.
         folder: Folder with the photographs frost1 to frost5 (.png or .jpg); made by code if not given.
         device: Where the textures shall be.
 
@@ -72,63 +72,110 @@ def frost_textures(
         Five of uint8 `(3, h, w)`.
 
     Raises:
-        FileNotFoundError: If the folder lacks a photograph.
-        ValueError: If a photograph cannot be read.
+        FileError: The folder lacks a photograph, or one cannot be read.
     """
-    return list(_prepared(scale, size, None if folder is None else os.fspath(folder), str(device)))
+    return _prepared(scale, None if folder is None else os.fspath(folder), str(device))
 
 
-@functools.lru_cache(maxsize=8)
-def _prepared(scale: str, size: tuple[int, int], folder: str | None, device: str) -> tuple[Tensor, ...]:
+@functools.lru_cache(maxsize=4)
+def _prepared(scale: str, folder: str | None, device: str) -> tuple[Tensor, ...]:
     textures = make_textures() if folder is None else read_photographs(folder)
     if scale == "cifar":
         textures = tuple(texture[:, 2::5, 2::5] for texture in textures)
-    return tuple(_enlarge(texture, size).contiguous().to(device) for texture in textures)
+    return tuple(texture.contiguous().to(device) for texture in textures)
 
 
-def _enlarge(texture: Tensor, size: tuple[int, int]) -> Tensor:
-    """Scale a texture up where an image would not fit into it with room to move."""
-    ratio = max((size[0] + 1) / texture.shape[1], (size[1] + 1) / texture.shape[2])
-    if ratio <= 1:
-        return texture
-    larger = (math.ceil(texture.shape[1] * ratio), math.ceil(texture.shape[2] * ratio))
-    scaled = F.interpolate(texture[None].float(), size=larger, mode="bilinear", align_corners=False)
-    return scaled[0].round_().to(torch.uint8)
+def enlarged_size(texture: Tensor, size: tuple[int, int]) -> tuple[int, int]:
+    """Height and width to which a texture is scaled so that images of a size fit into it with room to move.
+
+    Args:
+        texture: `(3, h, w)`.
+        size: Height and width of the images.
+    """
+    height, width = texture.shape[-2:]
+    ratio = max((size[0] + 1) / height, (size[1] + 1) / width)
+    return (height, width) if ratio <= 1 else (math.ceil(height * ratio), math.ceil(width * ratio))
+
+
+def cut_textures(texture: Tensor, size: tuple[int, int], top: Tensor, left: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Cuts of a texture that is scaled to a size bilinearly; nothing but the cuts is made of it.
+
+    Args:
+        texture: uint8 `(3, h, w)`.
+        size: Height and width to which it is scaled.
+        top: First row of each cut, `(n,)`.
+        left: First column of each cut, `(n,)`.
+        shape: Height and width of the cuts.
+
+    Returns:
+        uint8 `(n, 3, *shape)`.
+    """
+    height, width = shape
+    cuts = torch.empty((3, len(top), height, width), dtype=torch.uint8, device=texture.device)
+    columns = left[:, None] + torch.arange(width, device=left.device)  # (n, W)
+    for strip in split_rows(height, 4 * len(top) * width, texture.device):
+        rows = top[:, None] + torch.arange(strip.start, strip.stop, device=top.device)  # (n, rows)
+        if texture.shape[1:] == size:
+            cuts[:, :, strip] = texture[:, rows[:, :, None], columns[:, None]]
+        else:
+            cuts[:, :, strip] = _read_between(texture, size, rows, columns)
+    return cuts.transpose(0, 1)
+
+
+def _read_between(texture: Tensor, size: tuple[int, int], rows: Tensor, columns: Tensor) -> Tensor:
+    """What a texture scaled to a size has at some rows `(n, R)` and columns `(n, W)`, whole numbers `(3, n, R, W)`."""
+    above, below, down = _neighbours(rows, texture.shape[1], size[0])
+    before, after, right = _neighbours(columns, texture.shape[2], size[1])
+
+    def read(places: Tensor) -> Tensor:
+        first, second = (texture[:, places[:, :, None], other[:, None]].to(torch.float32) for other in (before, after))
+        return _mix(first, second, right[:, None])
+
+    return _mix(read(above), read(below), down[:, :, None]).round_()
+
+
+def _neighbours(places: Tensor, size: int, to: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The two pixels between which a line scaled from `size` to `to` pixels is read, and the second one's share."""
+    position = ((places.to(torch.float64) + 0.5) * float(np.float32(size / to)) - 0.5).to(torch.float32).clamp_(min=0)
+    first = position.to(torch.int64).clamp_(max=size - 1)
+    return first, (first + 1).clamp_(max=size - 1), position.sub_(first)
+
+
+def _mix(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
+    """Two float32 tensors, mixed with a fused multiply-add as torch's own interpolation has it on most machines."""
+    return (first.to(torch.float64) * (1 - share).to(torch.float64) + (second * share).to(torch.float64)).to(
+        first.dtype
+    )
 
 
 def read_photographs(folder: str | os.PathLike[str]) -> tuple[Tensor, ...]:
     """The five photographs of a folder, uint8 `(3, h, w)` each.
 
     Raises:
-        FileNotFoundError: If one is missing.
-        ValueError: If one cannot be read.
+        FileError: One is missing or cannot be read.
     """
     photographs = []
     for name in PHOTOGRAPHS:
-        path = next((p for ending in _ENDINGS if (p := Path(folder, name + ending)).is_file()), None)
+        path = next((p for ending in _ENDINGS if os.path.lexists(p := Path(folder, name + ending))), None)
         if path is None:
-            raise FileNotFoundError(
-                f"{folder} has no {name}.png or {name}.jpg; `frost` needs the five photographs {PHOTOGRAPHS[0]} to "
-                f"{PHOTOGRAPHS[-1]}."
+            raise FileError(
+                folder,
+                f"holds no {name}.png or {name}.jpg",
+                f"frost needs the five photographs {PHOTOGRAPHS[0]} to {PHOTOGRAPHS[-1]}",
             )
-        try:
-            with Image.open(path) as picture:
-                pixels = np.array(picture.convert("RGB"))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise ValueError(f"{path} cannot be read as an image: {error}") from error
-        photographs.append(torch.from_numpy(pixels).permute(2, 0, 1))
+        photographs.append(read_picture(path))
     return tuple(photographs)
 
 
 @functools.cache
 def make_textures() -> tuple[Tensor, ...]:
     """The five textures made by code, uint8 `(3, 480, 720)` each."""
-    with torch.device("cpu"), torch.no_grad():  # whatever the caller's default is
+    with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():  # whatever the caller's default is
         return tuple(_make(look, number) for number, look in enumerate(_LOOKS))
 
 
 def _make(look: _Look, number: int) -> Tensor:
-    draws = Draws.of(0, torch.tensor(number)).purpose("frost texture")
+    draws = Draws.of(0, torch.tensor(number, dtype=torch.int64, device="cpu")).purpose("frost texture")
     canvas = Image.new("L", (_WIDTH, _HEIGHT), 128)
     look.draw(ImageDraw.Draw(canvas), draws.purpose("crystals"))
     crystals = torch.from_numpy(np.array(canvas)).to(torch.float64)
@@ -138,8 +185,8 @@ def _make(look: _Look, number: int) -> Tensor:
         _shape(torch.fft.rfft2(crystals), look.octaves) * 0.85 + _shape(torch.fft.rfft2(cloud), look.octaves) * 0.53
     )
     pattern = torch.fft.irfft2(spectrum, s=(_HEIGHT, _WIDTH))
-    colour = torch.tensor(look.colour, dtype=torch.float64).view(3, 1, 1)
-    swing = torch.tensor(look.swing, dtype=torch.float64).view(3, 1, 1)
+    colour = torch.tensor(look.colour, dtype=torch.float64, device="cpu").view(3, 1, 1)
+    swing = torch.tensor(look.swing, dtype=torch.float64, device="cpu").view(3, 1, 1)
     return (colour + swing * pattern).round_().clamp_(0, 255).to(torch.uint8)
 
 

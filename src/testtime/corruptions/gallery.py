@@ -9,8 +9,9 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from testtime.corruptions.files import FileError, picture_tensor, read_picture, save_picture, tensor_picture
+from testtime.corruptions.files import check_apart, picture_tensor, read_picture, save_picture, tensor_picture
 from testtime.corruptions.registry import CORRUPTIONS, SEVERITIES, Scale, corrupt
+from testtime.storage import FileError
 
 _SHOWN = 150  # pixels that the longer side of a cell shall have, about
 _GAP = 6
@@ -61,7 +62,7 @@ def draw_gallery(
         draw.text((_MARGIN - 10, top + size[1] // 2), name.replace("_", " "), fill="black", font=font, anchor="rm")
         cells = [image]
         for severity in SEVERITIES:
-            samples = torch.tensor([number])
+            samples = torch.tensor([number], dtype=torch.int64, device="cpu")
             cells.append(corrupt(image[None], name, severity, seed=seed, samples=samples, scale=scale, frost=frost)[0])
         for column, cell in enumerate(cells):
             picture = tensor_picture(cell).convert("RGB").resize(size, filter)
@@ -94,9 +95,8 @@ def write_gallery(
     """
     target = Path(target)
     if target.suffix.lower() != ".png":
-        raise FileError(f"{target} must end in .png.")
-    if target.resolve() == Path(source).resolve():
-        raise FileError(f"{target} is the input; write the gallery somewhere else.")
+        raise FileError(target, "not the name of a PNG", "end it in .png")
+    check_apart(source, target)
     picture = read_picture(source)
     short = min(picture.size)
     if short > _LARGEST:

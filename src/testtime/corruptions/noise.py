@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from testtime.corruptions.strips import by_strips, draw_rows
 from testtime.randomness import Draws
 
 NoiseName = Literal["gaussian_noise", "shot_noise", "impulse_noise"]
@@ -38,7 +39,12 @@ def gaussian_noise(images: Tensor, strength: Tensor, draws: Draws) -> Tensor:
     Returns:
         Float pixels on the same scale, not clipped, `(N, C, H, W)`.
     """
-    return images + draws.normal(*images.shape[1:]) * (strength.view(-1, 1, 1, 1) * 255)
+    deviation = strength.view(-1, 1, 1, 1) * 255
+
+    def add_noise(rows: slice) -> Tensor:
+        return images[:, :, rows] + draw_rows("normal", draws, images.shape[1:], rows) * deviation
+
+    return by_strips(images.shape, images.device, add_noise)
 
 
 def shot_noise(images: Tensor, strength: Tensor, draws: Draws) -> Tensor:
@@ -53,7 +59,12 @@ def shot_noise(images: Tensor, strength: Tensor, draws: Draws) -> Tensor:
         Float pixels on the same scale, not clipped, `(N, C, H, W)`.
     """
     photons = strength.view(-1, 1, 1, 1) / 255
-    return poisson(images * photons, draws) / photons
+
+    def count(rows: slice) -> Tensor:
+        deviate = draw_rows("normal", draws, images.shape[1:], rows)
+        return _counts(images[:, :, rows] * photons, deviate) / photons
+
+    return by_strips(images.shape, images.device, count)
 
 
 def impulse_noise(images: Tensor, strength: Tensor, draws: Draws) -> Tensor:
@@ -68,9 +79,13 @@ def impulse_noise(images: Tensor, strength: Tensor, draws: Draws) -> Tensor:
         Float pixels on the same scale, `(N, C, H, W)`.
     """
     # One number decides both whether and to what: the lowest share/2 are pepper, the highest share/2 are salt.
-    chance = draws.uniform(*images.shape[1:])
     half = strength.view(-1, 1, 1, 1) / 2
-    return images.masked_fill(chance < half, 0).masked_fill_(chance >= 1 - half, 255)
+
+    def replace(rows: slice) -> Tensor:
+        chance = draw_rows("uniform", draws, images.shape[1:], rows)
+        return images[:, :, rows].masked_fill(chance < half, 0).masked_fill_(chance >= 1 - half, 255)
+
+    return by_strips(images.shape, images.device, replace)
 
 
 NOISES: dict[str, Callable[[Tensor, Tensor, Draws], Tensor]] = {
@@ -100,7 +115,11 @@ def poisson(rates: Tensor, draws: Draws) -> Tensor:
     Returns:
         Counts as float32, `(N, ...)`.
     """
-    deviate = draws.normal(*rates.shape[1:])
+    return _counts(rates, draws.normal(*rates.shape[1:]))
+
+
+def _counts(rates: Tensor, deviate: Tensor) -> Tensor:
+    """Counts of the given rates from one normal number for each."""
     if not rates.numel():
         return rates
     low, high = (float(bound) for bound in torch.aminmax(rates))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from testtime.corruptions import blur, digital, noise, weather
 from testtime.corruptions.frost import frost_textures
+from testtime.data.pictures import PIXEL_LIMIT
 from testtime.randomness import Draws
 
 Scale = Literal["auto", "cifar", "imagenet"]
@@ -41,6 +42,10 @@ CORRUPTIONS: tuple[str, ...] = (
 """The names in the order of every published table."""
 
 SEVERITIES: tuple[int, ...] = (1, 2, 3, 4, 5)
+
+SIDE_LIMIT = 65_500
+"""The most pixels that a side of an image may have, which is what JPEG can hold; in all, `PIXEL_LIMIT`."""
+LIMITS = f"at most {SIDE_LIMIT:,} pixels a side and {PIXEL_LIMIT:,} in all"
 
 _LEVELS: dict[str, Mapping[str, Sequence[Any]]] = {
     **noise.LEVELS,
@@ -138,9 +143,9 @@ def corrupt(
         uint8 of the same shape on the same device.
 
     Raises:
-        ValueError: If an argument is not one of the above.
+        ValueError: If an argument is not one of the above, or the images are larger than `fits` allows.
         TypeError: If the images are neither uint8 nor floating point.
-        FileNotFoundError: If a photograph is not in the folder `frost`.
+        FileError: If a photograph is not in the folder `frost` or cannot be read.
     """
     result = torch.empty(images.shape, dtype=torch.uint8, device=images.device)
     for part, block in corrupt_chunks(
@@ -191,7 +196,8 @@ def corrupt_chunks(
     where = images.device if device is None else torch.device(device)
     if where.type == "mps":
         where = torch.device("cpu")  # exact sums need float64, which mps has not
-    textures = frost_textures(resolved, (height, width), frost, where) if name == "frost" else []
+    with _plain(where):
+        textures = frost_textures(resolved, frost, where) if name == "frost" else ()
     values = _CPU_VALUES_OF.get(name, _CPU_VALUES) if where.type == "cpu" else _GPU_VALUES
     step = chunk or max(1, values // (channels * height * width))
     for start in range(0, count, step):
@@ -241,12 +247,15 @@ def corrupt_noise(images: Tensor, name: noise.NoiseName, strength: Tensor, draws
 
 @contextlib.contextmanager
 def _plain(device: torch.device) -> Iterator[None]:
-    """Neither gradients nor a caller's autocast: half precision would spoil 8-bit values."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    """Neither gradients nor a caller's autocast: half precision would spoil 8-bit values.
+
+    Nor the caller's inference mode: what is cached here is used outside of it too.
+    """
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
-def _apply(pixels: Tensor, name: str, level: Any, scale: str, draws: Draws, textures: list[Tensor]) -> Tensor:
+def _apply(pixels: Tensor, name: str, level: Any, scale: str, draws: Draws, textures: Sequence[Tensor]) -> Tensor:
     """One corruption of float pixels that are whole numbers 0 to 255, `(N, C, H, W)`."""
     if name in noise.NOISES:
         strength = torch.full((len(pixels),), float(level), dtype=torch.float32, device=pixels.device)
@@ -262,8 +271,8 @@ def _apply(pixels: Tensor, name: str, level: Any, scale: str, draws: Draws, text
 
 
 def _finish(pixels: Tensor) -> Tensor:
-    """Clip and truncate to 8 bits as published; what is a whole number but for rounding must not fall below it."""
-    return (pixels + 2**-10).clamp_(0, 255).to(torch.uint8)
+    """Clip and truncate to 8 bits as published, in place; what is whole but for rounding must not fall below it."""
+    return pixels.add_(2**-10).clamp_(0, 255).to(torch.uint8)
 
 
 def _eight_bits(images: Tensor) -> Tensor:
@@ -286,11 +295,18 @@ def _check_images(images: Tensor) -> None:
         raise ValueError(f"`images` must be (N, C, H, W) with 1 or 3 channels, got shape {tuple(images.shape)}.")
     if min(images.shape[-2:]) < 1:
         raise ValueError(f"`images` must have at least one pixel, got shape {tuple(images.shape)}.")
+    if not fits(*images.shape[-2:]):
+        raise ValueError(f"`images` must have {LIMITS}, got shape {tuple(images.shape)}.")
+
+
+def fits(height: int, width: int) -> bool:
+    """Whether images of a size are within the limits: at most `SIDE_LIMIT` pixels a side and `PIXEL_LIMIT` in all."""
+    return max(height, width) <= SIDE_LIMIT and height * width <= PIXEL_LIMIT
 
 
 def _numbers(samples: Tensor | None, count: int) -> Tensor:
     if samples is None:
-        return torch.arange(count)
+        return torch.arange(count, device="cpu")
     if samples.is_floating_point() or samples.dtype == torch.bool:
         raise TypeError(f"`samples` must be integers, got {samples.dtype}.")
     if samples.shape != (count,):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from testtime.corruptions.blur import clipped_zoom, motion_blur
-from testtime.randomness import Draws
+from testtime.corruptions.frost import cut_textures, enlarged_size
+from testtime.corruptions.strips import by_strips, draw_rows, split_rows
+from testtime.randomness import GOLDEN, Draws
 
 # (mean, deviation, zoom, threshold) of the flakes, (radius, deviation) of their motion, share of the original image
 SNOW = {
@@ -54,15 +56,26 @@ def snow(images: Tensor, level: tuple[float, float, float, float, int, float, fl
         Float pixels `(N, C, H, W)`.
     """
     mean, deviation, zoom, threshold, radius, sigma, share = level
-    height, width = images.shape[-2:]
-    layer = draws.purpose("flakes").normal(1, height, width) * deviation + mean
-    layer = clipped_zoom(layer, zoom)
-    layer = layer.masked_fill(layer < threshold, 0).clamp_(0, 1)
-    layer = (layer * 255).floor_()
+    count, _, height, width = images.shape
+    plane, device = (count, 1, height, width), images.device
+    flakes = by_strips(
+        plane, device, lambda rows: draw_rows("normal", draws.purpose("flakes"), plane[1:], rows) * deviation + mean
+    )
+
+    def choose(rows: slice) -> Tensor:
+        zoomed = clipped_zoom(flakes, zoom, rows)
+        return (zoomed.masked_fill(zoomed < threshold, 0).clamp_(0, 1) * 255).floor_()
+
     angles = draws.purpose("wind").uniform() * 90 - 135
-    layer = motion_blur(layer, radius, sigma, angles)
-    whitened = torch.maximum(images, gray(images) * 1.5 + 127.5)
-    return images * share + whitened * (1 - share) + layer + layer.flip(-2, -1)
+    layer = motion_blur(by_strips(plane, device, choose), radius, sigma, angles)
+
+    def fall(rows: slice) -> Tensor:
+        part = images[:, :, rows]
+        whitened = torch.maximum(part, gray(part) * 1.5 + 127.5)
+        other = layer[:, :, height - rows.stop : height - rows.start].flip(-2, -1)
+        return part * share + whitened * (1 - share) + layer[:, :, rows] + other
+
+    return by_strips(images.shape, device, fall)
 
 
 def gray(images: Tensor) -> Tensor:
@@ -73,68 +86,127 @@ def gray(images: Tensor) -> Tensor:
     return (red * 0.299 + green * 0.587 + blue * 0.114).unsqueeze(1)
 
 
-def frost(images: Tensor, level: tuple[float, float], draws: Draws, textures: list[Tensor]) -> Tensor:
-    """Add a random cut of one of five frost textures.
+def frost(images: Tensor, level: tuple[float, float], draws: Draws, textures: Sequence[Tensor]) -> Tensor:
+    """Add a random cut of one of five frost textures, enlarged where an image would not fit into it.
 
     Args:
         images: Float pixels 0 to 255, `(N, C, H, W)`.
         level: Share of the image and share of the frost.
         draws: One stream for each image, keys `(N,)`.
-        textures: Five of uint8 `(3, h, w)` on the images' device, each larger than an image.
+        textures: Five of uint8 `(3, h, w)` on the images' device.
 
     Returns:
         Float pixels `(N, C, H, W)`.
     """
-    height, width = images.shape[-2:]
+    count, channels, height, width = images.shape
     device = images.device
     keep, add = level
-    sizes = torch.tensor([texture.shape[-2:] for texture in textures], device=device)  # (5, 2)
-    lengths = [texture.shape[-2] * texture.shape[-1] for texture in textures]
-    begins = torch.tensor([0, *itertools.accumulate(lengths[:-1])], device=device)
+    shapes = [enlarged_size(texture, (height, width)) for texture in textures]
+    sizes = torch.tensor(shapes, dtype=torch.int64, device=device)  # (5, 2)
     which = draws.purpose("texture").integers(len(textures))
     top = draws.purpose("top").integers(sizes[which, 0] - height)
     left = draws.purpose("left").integers(sizes[which, 1] - width)
-    row = (top[:, None] + torch.arange(height, device=device)) * sizes[which, 1][:, None]  # (N, H)
-    column = left[:, None] + torch.arange(width, device=device)  # (N, W)
-    index = begins[which][:, None, None] + row[:, :, None] + column[:, None, :]
-    pixels = torch.cat([texture.flatten(1) for texture in textures], 1)  # (3, all pixels)
-    if images.shape[1] == 1:
-        pixels = gray(pixels[None, :, None].float())[0, :, 0]  # (1, all pixels)
-    cut = pixels[:, index].transpose(0, 1)  # (N, C, H, W)
-    return images * keep + cut * add
+    cuts = torch.empty((count, 3, height, width), dtype=torch.uint8, device=device)
+    for number, (texture, shape) in enumerate(zip(textures, shapes, strict=True)):
+        chosen = (which == number).nonzero().flatten()
+        if len(chosen):
+            cuts[chosen] = cut_textures(texture, shape, top[chosen], left[chosen], (height, width))
+
+    def cover(rows: slice) -> Tensor:
+        cut = cuts[:, :, rows].to(torch.float32)
+        return images[:, :, rows] * keep + (gray(cut) if channels == 1 else cut) * add
+
+    return by_strips(images.shape, device, cover)
 
 
-def plasma(draws: Draws, size: int, decay: float) -> Tensor:
+# The clouds' extremes are those of their whole square, as published, unless that has this many times the image's
+# pixels and more than a million: a long thin picture would otherwise cost as much as the square over its long side.
+_SQUARE_RATIO, _SQUARE_PIXELS = 16, 1 << 20
+
+
+def plasma(draws: Draws, size: int, decay: float, shape: tuple[int, int] | None = None) -> Tensor:
     """Clouds by the diamond-square fractal on a torus.
 
     Args:
         draws: One stream for each map, keys `(N,)`.
         size: Side of the maps, a power of two.
         decay: The amplitude's divisor at each halving of the step; larger is smoother.
+        shape: Height and width of the upper left part that is wanted; None is all of it.
 
     Returns:
-        Float32 `(N, size, size)`, each map reaching from 0 to 1.
+        Float32 `(N, *shape)`; the whole map, or for a long thin part that part, reaches from 0 to 1.
     """
-    # Every place but the first corner is filled exactly once, so all the noise can be drawn at once.
-    noise = draws.uniform(size, size) * 2 - 1
-    field = torch.zeros_like(noise)
-    step, amplitude = size, 100.0
-    while step >= 2:
-        half = step // 2
-        rough = amplitude * amplitude  # the published program applies the amplitude twice
-        corners = field[:, ::step, ::step]
-        pairs = corners + corners.roll(-1, 1)
-        squares = (pairs + pairs.roll(-1, 2)) / 4 + noise[:, half::step, half::step] * rough
-        field[:, half::step, half::step] = squares
-        beside = corners + corners.roll(-1, 2)
-        field[:, ::step, half::step] = (squares + squares.roll(1, 1) + beside) / 4 + noise[
-            :, ::step, half::step
-        ] * rough
-        above = corners + corners.roll(-1, 1)
-        field[:, half::step, ::step] = (squares + squares.roll(1, 2) + above) / 4 + noise[:, half::step, ::step] * rough
-        step, amplitude = half, amplitude / decay
-    field = field - field.amin((1, 2), keepdim=True)
-    return field / field.amax((1, 2), keepdim=True)
+    height, width = shape or (size, size)
+    whole = size * size <= max(_SQUARE_RATIO * height * width, _SQUARE_PIXELS)
+    rows, columns = (size, size) if whole else (height, width)
+    count, device = len(draws.keys), draws.keys.device
+    field = torch.empty((count, height, width), dtype=torch.float32, device=device)
+    low = torch.full((count, 1, 1), torch.inf, dtype=torch.float32, device=device)
+    high = -low
+    for strip in split_rows(rows, count * columns, device):
+        part = _plasma_window(draws, size, decay, (strip.start, strip.stop), (0, columns))
+        low, high = torch.minimum(low, part.amin((1, 2), True)), torch.maximum(high, part.amax((1, 2), True))
+        inside = part[:, : max(0, height - strip.start), :width]
+        field[:, strip.start : strip.start + inside.shape[1]] = inside
+    return field.sub_(low).div_(high - low)
+
+
+def _plasma_window(draws: Draws, size: int, decay: float, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+    """The raw fractal in a window of the torus: from the coarsest grid to the finest, only what the window hangs on.
+
+    Args:
+        draws: One stream for each map, keys `(N,)`.
+        size: Side of the torus, a power of two.
+        decay: As in `plasma`.
+        rows: First row and the one after the last.
+        columns: Likewise.
+
+    Returns:
+        Float32 `(N, rows, columns)`.
+    """
+    # A point of a grid hangs on the points of the next coarser one from half its index - 1 to half its index + 1.
+    windows = [(rows, columns)]
+    for _ in range(size.bit_length() - 1):
+        down, across = ((first // 2 - 1, (last - 1) // 2 + 2) for first, last in windows[-1])
+        windows.append((down, across))
+    (top, bottom), (left, right) = windows.pop()
+    field = torch.zeros((len(draws.keys), bottom - top, right - left), dtype=torch.float32, device=draws.keys.device)
+    half, amplitude = size // 2, 100.0
+    while windows:
+        # The finer grid: squares at even places, corners at odd ones; it begins at (2·top + 1, 2·left + 1).
+        height, width = 2 * field.shape[1] - 3, 2 * field.shape[2] - 3
+        noise = _noise_at(draws, size, (2 * top + 1, height), (2 * left + 1, width), half)
+        noise *= amplitude * amplitude  # the published program applies the amplitude twice
+        pairs = field[:, :-1] + field[:, 1:]  # one above the other
+        squares = (pairs[..., :-1] + pairs[..., 1:]) / 4 + noise[:, ::2, ::2]
+        beside = field[:, 1:-1, :-1] + field[:, 1:-1, 1:]
+        finer = torch.empty_like(noise)
+        finer[:, ::2, ::2] = squares
+        finer[:, 1::2, ::2] = (squares[:, 1:] + squares[:, :-1] + beside) / 4 + noise[:, 1::2, ::2]
+        finer[:, ::2, 1::2] = (squares[..., 1:] + squares[..., :-1] + pairs[..., 1:-1]) / 4 + noise[:, ::2, 1::2]
+        finer[:, 1::2, 1::2] = field[:, 1:-1, 1:-1]
+        first, before = 2 * top + 1, 2 * left + 1
+        (top, bottom), (left, right) = windows.pop()
+        field = finer[:, top - first : bottom - first, left - before : right - before]
+        half, amplitude = half // 2, amplitude / decay
+    return field
+
+
+def _noise_at(draws: Draws, size: int, rows: tuple[int, int], columns: tuple[int, int], step: int) -> Tensor:
+    """Uniform numbers in ±1 on a grid of the torus, each that of its point, float32 `(N, rows, columns)`.
+
+    Args:
+        draws: One stream for each map, keys `(N,)`.
+        size: Side of the torus.
+        rows: First row of the grid in steps, and their number.
+        columns: Likewise.
+        step: Distance of the grid's points.
+    """
+    device = draws.keys.device
+    down = (torch.arange(rows[0], sum(rows), device=device) * step) % size
+    across = (torch.arange(columns[0], sum(columns), device=device) * step) % size
+    points = down[:, None] * size + across
+    return Draws(draws.keys[:, None, None] + points * GOLDEN).uniform(1).squeeze(-1) * 2 - 1
 
 
 def fog(images: Tensor, level: tuple[float, float], draws: Draws) -> Tensor:
@@ -151,9 +223,14 @@ def fog(images: Tensor, level: tuple[float, float], draws: Draws) -> Tensor:
     strength, decay = level
     height, width = images.shape[-2:]
     size = 1 << max(1, (max(height, width) - 1).bit_length())
-    clouds = plasma(draws, size, decay)[:, None, :height, :width]
+    clouds = plasma(draws, size, decay, (height, width))[:, None]
     brightest = images.amax((1, 2, 3), keepdim=True)
-    return (images + clouds * (strength * 255)) * (brightest / (brightest + strength * 255))
+    share = brightest / (brightest + strength * 255)
+
+    def cover(rows: slice) -> Tensor:
+        return (images[:, :, rows] + clouds[:, :, rows] * (strength * 255)) * share
+
+    return by_strips(images.shape, images.device, cover)
 
 
 def brightness(images: Tensor, level: float) -> Tensor:
@@ -166,6 +243,11 @@ def brightness(images: Tensor, level: float) -> Tensor:
     Returns:
         Float pixels `(N, C, H, W)`.
     """
-    value = images.amax(1, keepdim=True)
-    raised = (value + level * 255).clamp_(max=255)
-    return torch.where(value > 0, images * (raised / value.clamp(min=1)), raised)
+
+    def raise_value(rows: slice) -> Tensor:
+        part = images[:, :, rows]
+        value = part.amax(1, keepdim=True)
+        raised = (value + level * 255).clamp_(max=255)
+        return torch.where(value > 0, part * (raised / value.clamp(min=1)), raised)
+
+    return by_strips(images.shape, images.device, raise_value)

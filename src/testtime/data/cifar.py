@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +16,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from testtime.data.archives import read_archive
+from testtime.data.arrays import map_array
 from testtime.data.corrupted import Corrupted
 from testtime.data.pickles import read_batch
-from testtime.data.places import data_root, within
+from testtime.data.places import data_root, regular
 from testtime.data.sets import ArraySet, DataError, TestSet
+from testtime.storage import error_text
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ CORRUPTED = "CIFAR-10-C"
 SIZES_10_1: dict[Literal["v4", "v6"], int] = {"v4": 2021, "v6": 2000}
 PER_FILE = 10_000
 _RECORD = 1 + 3 * 32 * 32
+_MOST_FILES, _MOST_BYTES = 100, 12 * PER_FILE * _RECORD  # of an archive; the official ones have 8 and half as many
 
 Source = Literal["auto", "official", "generated"]
 
@@ -56,7 +59,9 @@ def load(
     place = find(root)
     if place is None:
         raise DataError(
-            data_root(root), f"holds no CIFAR-10 ({BINARY} or {PYTHON}, or their archives); get it or name another root"
+            data_root(root),
+            f"holds no CIFAR-10 ({BINARY} or {PYTHON}, or their archives)",
+            "run `testtime data get cifar10`",
         )
     numbers = range(1, 6)
     if place.name.endswith("-py") or place.name == ARCHIVES[PYTHON] or (place / "test_batch").is_file():
@@ -167,7 +172,7 @@ def load_10_1(
         raise ValueError(f"`version` must be 'v4' or 'v6', got {version!r}.")
     folder = find_10_1(root, version)
     if folder is None:
-        raise DataError(data_root(root), f"holds no cifar10.1_{version}_data.npy; get it or name another root")
+        raise DataError(data_root(root), f"holds no cifar10.1_{version}_data.npy", "run `testtime data get cifar10.1`")
     path, labels_path = folder / f"cifar10.1_{version}_data.npy", folder / f"cifar10.1_{version}_labels.npy"
     images = map_array(path, folder, (None, 32, 32, 3))
     if len(images) != SIZES_10_1[version] and not partial:
@@ -188,37 +193,6 @@ def find_10_1(root: str | os.PathLike[str] | None = None, version: str = "v6") -
     root = data_root(root)
     places = (root / "CIFAR-10.1", root / "CIFAR-10.1" / "datasets", root)
     return next((place for place in places if (place / f"cifar10.1_{version}_data.npy").is_file()), None)
-
-
-def map_array(path: Path, tree: Path, shape: Sequence[int | None], integers: bool = False) -> np.ndarray:
-    """An array file, memory-mapped and checked.
-
-    Args:
-        path: The `.npy` file.
-        tree: The folder that it must not lead out of.
-        shape: What its shape must be; None stands for any length.
-        integers: Accept every integer type instead of uint8 alone.
-
-    Raises:
-        DataError: It is missing, damaged, or another kind of array.
-    """
-    try:
-        array = np.load(within(path, tree), mmap_mode="r", allow_pickle=False)
-    except DataError:
-        raise
-    except FileNotFoundError:
-        raise DataError(path, "no such file") from None
-    except Exception as error:  # numpy meets damaged headers with many kinds
-        raise DataError(path, f"not a plain .npy array ({error})") from None
-    if not isinstance(array, np.ndarray):
-        raise DataError(path, "not a plain .npy array")
-    fits = array.ndim == len(shape) and all(b is None or a == b for a, b in zip(array.shape, shape, strict=True))
-    if not fits:
-        wanted = "(" + ", ".join("N" if length is None else str(length) for length in shape) + ")"
-        raise DataError(path, f"has shape {array.shape} instead of {wanted}")
-    if not (array.dtype == np.uint8 or (integers and array.dtype.kind in "iu")):
-        raise DataError(path, f"has {array.dtype} numbers instead of {'integers' if integers else 'uint8'}")
-    return np.asarray(array)
 
 
 def _check_labels(path: Path, labels: np.ndarray) -> None:
@@ -255,40 +229,24 @@ def _buffers(place: Path, folder: str, names: Sequence[str]) -> list[tuple[Path,
         return [(place / name, buffer) for name, buffer in zip(names, _unpack(place, folder, names), strict=True)]
     found = []
     for name in names:
-        path = within(place / name, place)
+        path = regular(place / name, place)
         try:
-            found.append((path, np.memmap(path, dtype=np.uint8, mode="r")))
-        except FileNotFoundError:
-            raise DataError(path, "no such file") from None
-        except (OSError, ValueError) as error:  # a file of no bytes cannot be mapped
-            raise DataError(path, f"cannot be read ({error})") from None
-    return [(path, np.asarray(buffer)) for path, buffer in found]
+            found.append((path, np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))))
+        except (OSError, ValueError) as error:
+            raise DataError(path, f"cannot be read ({error_text(error)})") from None
+    return found
 
 
 def _unpack(archive: Path, folder: str, names: Sequence[str]) -> list[np.ndarray]:
     """Some files of an archive, in memory; nothing is written to disk."""
-    found: dict[str, np.ndarray] = {}
-    try:
-        with tarfile.open(archive, "r:*") as tar:
-            for member in tar:
-                if member.issym() or member.islnk():
-                    raise DataError(archive, f"holds the link {member.name!r}")
-                if os.path.isabs(member.name) or ".." in Path(member.name).parts:
-                    raise DataError(archive, f"holds {member.name!r}, which leads out of it")
-                short = member.name.removeprefix("./").removeprefix(f"{folder}/")
-                if short not in names:
-                    continue
-                # A compressed archive may promise anything; no batch file is longer than this.
-                if not member.isfile() or member.size > 2 * PER_FILE * _RECORD:
-                    raise DataError(archive, f"{member.name!r} is not a batch file")
-                file = tar.extractfile(member)
-                assert file is not None
-                found[short] = np.frombuffer(file.read(), dtype=np.uint8)
-    except DataError:
-        raise
-    except Exception as error:  # tarfile, gzip and zlib each have their own errors for damage
-        raise DataError(archive, f"not a readable archive ({error})") from None
+    found: dict[str, bytearray] = {}
+    for name, start, content in read_archive(archive, _MOST_FILES, _MOST_BYTES):
+        short = name.removeprefix(f"{folder}/")
+        if short in names:
+            if not start and short in found:
+                raise DataError(archive, f"holds {short} twice")
+            found.setdefault(short, bytearray()).extend(content)
     missing = [name for name in names if name not in found]
     if missing:
         raise DataError(archive, f"does not hold {folder}/{missing[0]}")
-    return [found[name] for name in names]
+    return [np.frombuffer(found[name], dtype=np.uint8) for name in names]

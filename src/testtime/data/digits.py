@@ -59,8 +59,8 @@ def load(split: Literal["train", "test"] = "test", size: int = 16) -> TensorSet:
 
 def _is_test(labels: Tensor) -> Tensor:
     """Which samples form the test split: bool `(N,)`, the same number of each class."""
-    keys = Draws.of(_SPLIT_SEED, torch.arange(len(labels))).purpose("digits split").keys
-    is_test = torch.zeros(len(labels), dtype=torch.bool)
+    keys = Draws.of(_SPLIT_SEED, torch.arange(len(labels), device="cpu")).purpose("digits split").keys
+    is_test = torch.zeros(len(labels), dtype=torch.bool, device="cpu")
     for label in range(len(CLASSES)):
         members = (labels == label).nonzero().squeeze(1)
         is_test[members[keys[members].argsort()[:_TEST_PER_CLASS]]] = True

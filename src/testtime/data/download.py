@@ -1,7 +1,8 @@
 """Fetch public data sets from their official places, when asked to and never otherwise.
 
 A transfer goes into a `.part` file beside its target and goes on from there after an interruption; the file gets its
-name only once its checksum is right. Archives are extracted into a folder that gets its name only when complete.
+name only once its length and its checksum are right. Archives are extracted into a folder that gets its name only when
+complete. One process at a time downloads into a data root; a second one is told so.
 """
 
 from __future__ import annotations
@@ -11,22 +12,25 @@ import http.client
 import logging
 import os
 import shutil
-import tarfile
 import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from testtime.data import cifar
+from testtime.data.archives import read_archive
 from testtime.data.places import data_root
-from testtime.data.sets import DataError
+from testtime.data.sets import DataError, as_data_errors
+from testtime.storage import error_text, hold_folder
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
+
+# Of an extracted archive; CIFAR-10-C, the largest here, has 20 files and 3 GB.
+_MOST_FILES, _MOST_BYTES = 1_000, 8 << 30
 
 
 @dataclass(frozen=True)
@@ -35,35 +39,47 @@ class Remote:
 
     Attributes:
         url: Where it is.
-        md5: The publisher's checksum; None where none is published, and the file is checked by reading it.
+        size: Its length in bytes.
+        checksum: `md5:` or `sha256:` and the digits.
         folder: What an archive extracts to, or the folder that a plain file belongs in.
         archive: Whether it is an archive.
     """
 
     url: str
-    md5: str | None
+    size: int
+    checksum: str
     folder: str
     archive: bool = True
 
 
-_CIFAR10_1 = "https://raw.githubusercontent.com/modestyachts/CIFAR-10.1/master/datasets"
+def _cifar10_1(file: str, size: int, sha256: str) -> Remote:
+    # Their publisher gives no checksums; these are the ones TensorFlow Datasets has recorded.
+    root = "https://raw.githubusercontent.com/modestyachts/CIFAR-10.1/master/datasets"
+    return Remote(f"{root}/cifar10.1_{file}.npy", size, f"sha256:{sha256}", "CIFAR-10.1", archive=False)
+
+
 REMOTES: dict[str, tuple[Remote, ...]] = {
     "cifar10": (
         Remote(
-            "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530", cifar.BINARY
+            "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+            170_052_171,
+            "md5:c32a1d4ab5d03f1284b67883e8d87530",
+            cifar.BINARY,
         ),
     ),
     "cifar10-c": (
         Remote(
             "https://zenodo.org/records/2535967/files/CIFAR-10-C.tar",
-            "56bf5dcef84df0e2308c6dcbcbbd8499",
+            2_918_471_680,
+            "md5:56bf5dcef84df0e2308c6dcbcbbd8499",
             cifar.CORRUPTED,
         ),
     ),
-    "cifar10.1": tuple(
-        Remote(f"{_CIFAR10_1}/cifar10.1_{version}_{part}.npy", None, "CIFAR-10.1", archive=False)
-        for version in ("v4", "v6")
-        for part in ("data", "labels")
+    "cifar10.1": (
+        _cifar10_1("v4_data", 6_208_640, "5aaedc268df8f4cffca2ac0cf9e608ae1897a8cddb630c7a850a2ea8f6558e75"),
+        _cifar10_1("v4_labels", 8_212, "1f9544300ded199539b6662364ce7fe6c2e1ea9f87408f06db4b1a6184cffb18"),
+        _cifar10_1("v6_data", 6_144_128, "2997188e5816f5bd545dc77771b6227828c28146049fcecf3fa10775474cacc6"),
+        _cifar10_1("v6_labels", 8_128, "ae40beda001693674edc94d925ee8268cfe68905f8f9aff800c8dcdfcd6c9448"),
     ),
 }
 
@@ -99,56 +115,49 @@ def get(name: str, root: str | os.PathLike[str] | None = None, progress: Progres
     Args:
         name: `cifar10`, `cifar10-c` or `cifar10.1`.
         root: The data root; see `places.data_root`.
-        progress: Told how many bytes of how many have arrived, where the server says how many there are.
+        progress: Told how many bytes of how many have arrived.
 
     Returns:
         The folder in which the set now is.
 
     Raises:
         ValueError: There is no such set, or it has no public download; says where to get it.
-        DataError: The transfer failed, or what arrived is not what it should be.
+        DataError: The transfer failed, what arrived is not what it should be, or another process is downloading.
     """
+    wanted = remotes(name, root)
     root = data_root(root)
-    for remote in remotes(name, root):
-        target = root / remote.folder
-        file = remote.url.rsplit("/", 1)[-1]
-        if remote.archive:
-            if not target.is_dir():
-                archive = fetch(remote.url, root / file, remote.md5, progress)
-                extract(archive, target)
-                archive.unlink()
-        elif not (target / file).is_file():
-            fetch(remote.url, target / file, remote.md5, progress)
-    if name == "cifar10.1":
-        for version in cifar.SIZES_10_1:
-            _read_through(root, version)
-    return root / REMOTES[name][0].folder
-
-
-def _read_through(root: Path, version: Literal["v4", "v6"]) -> None:
-    """Open CIFAR-10.1, whose files have no published checksum; what cannot be read must not stay and look complete."""
     try:
-        cifar.load_10_1(root, version)
-    except DataError:
-        for path in (root / "CIFAR-10.1").glob(f"cifar10.1_{version}_*.npy"):
-            path.unlink()
-        raise
+        with as_data_errors(), hold_folder(root):
+            for remote in wanted:
+                target = root / remote.folder
+                file = remote.url.rsplit("/", 1)[-1]
+                if not remote.archive and not (target / file).is_file():
+                    fetch(remote.url, target / file, remote.size, remote.checksum, progress)
+                elif remote.archive and not target.is_dir():
+                    archive = fetch(remote.url, root / file, remote.size, remote.checksum, progress)
+                    extract(archive, target)
+                    archive.unlink()
+    except OSError as error:
+        raise DataError(error.filename or root, f"cannot be written ({error_text(error)})") from None
+    return root / wanted[0].folder
 
 
 def fetch(
     url: str,
     path: Path,
-    md5: str | None = None,
+    size: int,
+    checksum: str,
     progress: Progress | None = None,
     attempts: int = 3,
     timeout: float = 30.0,
 ) -> Path:
-    """Download one file, going on with a `.part` file that an earlier transfer left.
+    """Download one file, going on with a `.part` file that an earlier transfer left; one process at a time.
 
     Args:
         url: Where it is.
         path: What it becomes.
-        md5: Its checksum; None does not check.
+        size: Its length; nothing shorter is accepted, and nothing beyond it is read.
+        checksum: `md5:` or `sha256:` and the digits.
         progress: As in `get`.
         attempts: How often to connect before giving up.
         timeout: Seconds to wait for the server at any point.
@@ -157,99 +166,118 @@ def fetch(
         `path`.
 
     Raises:
-        DataError: The server cannot be reached or refuses, the transfer broke off, or the checksum is wrong.
+        DataError: The server cannot be reached or refuses, the transfer broke off, or what came is something else.
     """
-    if path.is_file() and (md5 is None or _md5(path) == md5):
+    if path.is_file() and path.stat().st_size == size and _hash(path, checksum) == checksum:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    resumed = part.exists() and part.stat().st_size > 0
+    resumed = _length(part) > 0
     fault = ""
     for _ in range(attempts):
-        try:
-            if _transfer(url, part, progress, timeout):
-                break
-            fault = "the connection closed early"
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code == 416 and part.exists():
-                # Nothing is left to send: the part is whole, or it is not a part of this file at all.
-                if md5 is not None and _md5(part) == md5:
-                    break
-                part.unlink()
-                resumed = False
-                fault = "the part on disk did not fit"
-                continue
-            if error.code < 500:
-                raise DataError(url, f"the server answers {error.code} {error.reason}") from None
-            fault = f"the server answers {error.code} {error.reason}"
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", None) or error
-            fault = str(reason) or type(reason).__name__
+        fault = _try_transfer(url, part, size, progress, timeout)
+        if not fault:
+            break
         log.info("%s: %s", url, fault)
     else:
-        if part.exists() and part.stat().st_size:
-            raise DataError(url, f"broke off after {part.stat().st_size:,} bytes ({fault}); run again to go on")
-        raise DataError(url, f"cannot be reached ({fault}); is this machine online?")
-    found = _md5(part) if md5 is not None else None
-    if found != md5:
+        if _length(part):
+            raise DataError(url, f"broke off after {_length(part):,} bytes ({fault})", "run again to go on")
+        raise DataError(url, f"cannot be reached ({fault})", "is this machine online?")
+    found = _hash(part, checksum)
+    if found != checksum:
         part.unlink()
-        again = "; the part from an earlier transfer may be to blame, run again" if resumed else ""
-        raise DataError(path, f"has md5 {found} instead of {md5} and was deleted{again}")
+        remedy = "the part from an earlier transfer may be to blame, run again" if resumed else ""
+        raise DataError(path, f"has {found} instead of {checksum} and was deleted", remedy)
     os.replace(part, path)
     return path
 
 
-def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -> bool:
-    """Append what is missing to `part`; whether it is now as long as the server says the file is."""
-    have = part.stat().st_size if part.exists() else 0
+def _try_transfer(url: str, part: Path, size: int, progress: Progress | None, timeout: float) -> str:
+    """Transfer what is missing of `part`; what went wrong if that may be otherwise next time, else nothing."""
+    try:
+        _transfer(url, part, size, progress, timeout)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 416:  # the part goes beyond what the server has
+            part.unlink(missing_ok=True)
+        elif error.code < 500:
+            raise DataError(url, f"the server answers {error.code} {error.reason}") from None
+        return f"the server answers {error.code} {error.reason}"
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        return error_text(reason) if isinstance(reason, BaseException) else str(reason)
+    return "" if _length(part) == size else "the connection closed early"
+
+
+def _transfer(url: str, part: Path, size: int, progress: Progress | None, timeout: float) -> None:
+    """Append what is missing to `part`, and nothing beyond `size`."""
+    have = _length(part)
+    if have == size:
+        return
     request = urllib.request.Request(url, headers={"User-Agent": "testtime", "Accept-Encoding": "identity"})
-    if have:
+    if 0 < have < size:
         request.add_header("Range", f"bytes={have}-")
     with urllib.request.urlopen(request, timeout=timeout) as answer:
         goes_on = answer.status == 206 and answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
         have = have if goes_on else 0
-        length = answer.headers.get("Content-Length")
-        total = have + int(length) if length and length.isdecimal() else None
+        length = answer.headers.get("Content-Length", "")
+        # A server need not say how long its answer is; then only what comes can tell.
+        if length.isdecimal() and have + int(length) != size:
+            raise DataError(url, f"offers {have + int(length):,} bytes, the file has {size:,}")
         with open(part, "ab" if goes_on else "wb") as file:
             while content := answer.read(1 << 18):
-                file.write(content)
                 have += len(content)
-                if progress is not None and total is not None:
-                    progress(have, total)
-    return total is None or have == total
+                if have > size:
+                    file.close()
+                    part.unlink()
+                    raise DataError(url, f"sends more than the {size:,} bytes that the file has")
+                try:
+                    file.write(content)
+                    file.flush()
+                except OSError as error:
+                    raise DataError(part, f"cannot be written ({error_text(error)})", "run again to go on") from None
+                if progress is not None:
+                    progress(have, size)
 
 
-def extract(archive: Path, target: Path) -> None:
+def extract(archive: Path, target: Path, files: int = _MOST_FILES, size: int = _MOST_BYTES) -> None:
     """Extract the folder `target.name` of an archive to `target`, whole or not at all.
 
+    Args:
+        archive: The archive.
+        target: The folder to make.
+        files: The most members to accept.
+        size: The most bytes to accept in all of them together.
+
     Raises:
-        DataError: The archive is damaged, holds links or paths that lead out of it, or lacks the folder.
+        DataError: The archive is damaged, beyond the limits, holds something else than files and folders or paths that
+            lead out of it, or lacks the folder.
     """
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
-        try:
-            with tarfile.open(archive, "r:*") as tar:
-                for member in tar:
-                    if member.issym() or member.islnk():
-                        raise DataError(archive, f"holds the link {member.name!r}")
-                    tar.extract(member, temporary, filter="data")
-        except DataError:
-            raise
-        except OSError as error:
-            if error.errno is not None:  # the disk, not the archive
-                raise
-            raise DataError(archive, f"not a readable archive ({error})") from None
-        except Exception as error:  # tarfile, gzip, zlib and lzma each have their own errors for damage
-            raise DataError(archive, f"not a readable archive ({error})") from None
-        folder = Path(temporary) / target.name
+    for left in target.parent.glob(f".{target.name}.*.part"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".part", dir=target.parent) as temporary:
+        folder = Path(temporary, target.name)
+        for name, start, content in read_archive(archive, files, size):
+            if not name.startswith(f"{target.name}/"):
+                continue
+            path = Path(temporary, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab" if start else "xb") as file:
+                file.write(content)
         if not folder.is_dir():
             raise DataError(archive, f"does not hold the folder {target.name}")
-        shutil.move(folder, target)
+        os.replace(folder, target)
 
 
-def _md5(path: Path) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
+def _length(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _hash(path: Path, checksum: str) -> str:
+    """A file's checksum of the same kind as another."""
+    kind = checksum.partition(":")[0]
+    digest = hashlib.new(kind, usedforsecurity=False)
     with open(path, "rb") as file:
         while content := file.read(1 << 20):
             digest.update(content)
-    return digest.hexdigest()
+    return f"{kind}:{digest.hexdigest()}"

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from testtime.data.pictures import PIXEL_LIMIT, SUFFIXES, Resize, checked_resize, fit_pictures
 from testtime.data.places import within
 from testtime.data.sets import DataError, OnBad, TensorSet, TestSet, check_on_bad, leave_out
+from testtime.storage import error_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,7 +95,7 @@ class PictureSet(TestSet):
             try:
                 length = (self.folder / name).stat().st_size
             except OSError as error:
-                raise DataError(self.folder / name, error.strerror or "cannot be read") from None
+                raise DataError(self.folder / name, f"cannot be read ({error_text(error)})") from None
             digest.update(f"{name}\0{length}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
@@ -106,7 +108,7 @@ class PictureSet(TestSet):
     def tell(self, fault: DataError) -> str:
         """A fault in one line that names the file by its path in the folder: the same wherever the folder is."""
         prefix = f"{self.folder}{os.sep}"
-        return str(DataError(fault.path.removeprefix(prefix), fault.fault))
+        return str(DataError(fault.path.removeprefix(prefix), fault.fault, fault.remedy))
 
     def faults(self, progress: Callable[[int, int], None] | None = None) -> list[DataError]:
         """Decode every picture and say which cannot be; `progress` is told how many of how many are done."""
@@ -114,7 +116,7 @@ class PictureSet(TestSet):
 
     def _find_faults(self, progress: Callable[[int, int], None] | None = None) -> dict[int, DataError]:
         found: dict[int, DataError] = {}
-        for numbers in torch.arange(len(self)).split(64):
+        for numbers in torch.arange(len(self), device="cpu").split(64):
             found |= self.try_images(numbers)[1]
             if progress is not None:
                 progress(int(numbers[-1]) + 1, len(self))
@@ -150,7 +152,8 @@ class PictureSet(TestSet):
         if len(faults) == len(self):
             raise DataError(self.folder, f"holds no picture that can be read; the first: {next(iter(faults.values()))}")
         mark = leave_out(self.fingerprint(), list(faults))
-        kept = self.pick(torch.tensor([number for number in range(len(self)) if number not in faults]))
+        good = [number for number in range(len(self)) if number not in faults]
+        kept = self.pick(torch.tensor(good, dtype=torch.int64, device="cpu"))
         kept._mark, kept.name = mark, self.name
         kept._skipped = (*self._skipped, *map(self.tell, faults.values()))
         return kept
@@ -176,9 +179,9 @@ class PictureSet(TestSet):
             DataError: As for `check`.
         """
         check_on_bad(on_bad)
-        images = torch.empty((len(self), *self.shape), dtype=torch.uint8)
+        images = torch.empty((len(self), *self.shape), dtype=torch.uint8, device="cpu")
         faults: dict[int, DataError] = {}
-        for numbers in torch.arange(len(self)).split(256):
+        for numbers in torch.arange(len(self), device="cpu").split(256):
             images[numbers], found = self.try_images(numbers)
             if found and on_bad == "fail":
                 raise next(iter(found.values()))
@@ -252,9 +255,10 @@ def list_pictures(
     on_bad: OnBad | None = None,
 ) -> PictureSet:
     """A folder's picture files, none of them opened yet; arguments as for `load`."""
-    folder = Path(folder).expanduser()
-    name = f"folder/{folder.resolve().name}"
-    if classes is None and not _folders(folder):
+    folder = Path(os.path.expanduser(folder))
+    found = _folders(folder)
+    name = f"folder/{os.path.basename(os.path.realpath(folder))}"
+    if classes is None and not found:
         files = _pictures(folder, folder)
         if not files:
             raise DataError(folder, "holds neither pictures nor folders of pictures")
@@ -301,7 +305,7 @@ def list_classes(
             notes.append(f"{name}: holds no pictures")
         files.extend(f"{name}/{member}" for member in members)
         counts.append(len(members))
-    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    labels = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int64), counts))
     if not files:
         raise DataError(folder, "holds no pictures")
     return files, labels, tuple(classes), notes
@@ -309,7 +313,9 @@ def list_classes(
 
 def _folders(folder: Path) -> list[str]:
     """The names of the folders in a folder, sorted."""
-    return sorted(entry.name for entry in _entries(folder, folder) if entry.is_dir() and not entry.name.startswith("."))
+    return sorted(
+        entry.name for entry in _entries(folder, folder) if os.path.isdir(entry.path) and not entry.name.startswith(".")
+    )
 
 
 def _pictures(folder: Path, tree: Path) -> list[str]:
@@ -317,7 +323,9 @@ def _pictures(folder: Path, tree: Path) -> list[str]:
     return sorted(
         entry.name
         for entry in _entries(folder, tree)
-        if os.path.splitext(entry.name)[1].lower() in SUFFIXES and not entry.name.startswith(".") and entry.is_file()
+        if os.path.splitext(entry.name)[1].lower() in SUFFIXES
+        and not entry.name.startswith(".")
+        and os.path.isfile(entry.path)
     )
 
 
@@ -330,8 +338,8 @@ def _entries(folder: Path, tree: Path) -> list[os.DirEntry[str]]:
         raise DataError(folder, "no such folder") from None
     except NotADirectoryError:
         raise DataError(folder, "not a folder") from None
-    except OSError as error:
-        raise DataError(folder, error.strerror or "cannot be read") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise DataError(folder, f"cannot be read ({error_text(error)})") from None
     for entry in entries:
         if entry.is_symlink():
             within(Path(entry.path), tree)

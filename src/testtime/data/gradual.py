@@ -52,7 +52,8 @@ class Gradual(DerivedSet):
         self.scale: Literal["cifar", "imagenet"] = resolve_scale(scale, *base.shape[1:])
         self.name = name if name is not None else f"{base.name}-gradual/{noise}"
         # A stable sort of hashes: the same order on every machine.
-        self.order = Draws.of(seed, torch.arange(len(base))).purpose("gradual order").keys.argsort(stable=True)
+        keys = Draws.of(seed, torch.arange(len(base), device="cpu")).purpose("gradual order").keys
+        self.order = keys.argsort(stable=True)
         self.classes = base.classes
         self.labels = None if base.labels is None else base.labels[self.order]
         self.right = None if base.right is None else base.right[self.order]
@@ -87,4 +88,5 @@ class Gradual(DerivedSet):
 
 
 def _ends(first: float, last: float) -> tuple[Tensor, Tensor]:
-    return torch.tensor(first, dtype=torch.float64), torch.tensor(last, dtype=torch.float64)
+    first_end, last_end = torch.tensor([first, last], dtype=torch.float64, device="cpu").unbind()
+    return first_end, last_end

@@ -83,7 +83,7 @@ def list_pictures(
     split = "val" if split == "test" else split
     folder = find(root)
     if folder is None:
-        raise DataError(data_root(root), "holds no imagenet folder with train and val; name another root")
+        raise DataError(data_root(root), "holds no imagenet folder with train and val", "name another root")
     files, labels, found, notes = list_classes(folder / split, classes, on_bad)
     name = "imagenet" if split == "val" else "imagenet/train"
     pictures = PictureSet(name, folder / split, files, labels, found, size, resize, threads, notes=notes)

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from torch import Tensor
 from testtime.data.folder import PictureSet
 from testtime.data.places import read_json, within
 from testtime.data.sets import ArraySet, DataError, OnBad, TestSet, check_on_bad, leave_out
-from testtime.storage import write_whole
+from testtime.storage import check_file, error_text, parse_json, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +52,10 @@ class PackedSet(ArraySet):
 
     def __init__(self, folder: Path, index: dict[str, Any], images: np.ndarray) -> None:
         bad = {number for number, _ in index["skipped"]}
-        good = [number for number in range(index["count"]) if number not in bad]
-        self._places = torch.tensor(good, dtype=torch.int64)
-        labels = None if index["labels"] is None else torch.tensor(index["labels"], dtype=torch.int64)[self._places]
+        self._places = torch.from_numpy(np.setdiff1d(np.arange(index["count"]), list(bad)).astype(np.int64))
+        labels = None
+        if index["labels"] is not None:
+            labels = torch.tensor(index["labels"], dtype=torch.int64, device="cpu")[self._places]
         super().__init__(index["name"], [images], labels, index["classes"], f"{index['origin']}, packed")
         self.folder = folder
         self._mark = leave_out(index["fingerprint"], list(bad))
@@ -122,7 +124,7 @@ def pack(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(folder, f"cannot be made ({error.strerror or error})") from None
+        raise DataError(folder, f"cannot be made ({error_text(error)})") from None
     with _alone(folder, lambda: _show(folder, block, len(source), progress)):
         if find_packed(source, folder) is None:
             if (folder / "index.json").exists():
@@ -131,7 +133,7 @@ def pack(
             try:
                 _write(source, folder, header, progress, on_bad)
             except OSError as error:
-                raise DataError(folder, f"cannot be written ({error.strerror or error})") from None
+                raise DataError(folder, f"cannot be written ({error_text(error)})") from None
     packed = open_packed(folder)
     if packed.lost and (on_bad == "fail" or not len(packed)):
         raise DataError(folder, f"was packed without {len(packed.lost)} files that cannot be read; {packed.lost[0]}")
@@ -160,12 +162,15 @@ def open_packed(folder: str | os.PathLike[str]) -> PackedSet:
     index = _read_index(folder)
     path = within(folder / "images.u8", folder)
     shape = (index["count"], *index["shape"])
-    length = int(np.prod(shape, dtype=np.int64))
+    length = math.prod(shape)
     if not path.is_file() or path.stat().st_size != length:
         have = path.stat().st_size if path.is_file() else 0
         raise DataError(path, f"has {have:,} bytes, its index says {length:,}")
-    images = np.memmap(path, dtype=np.uint8, mode="r", shape=shape) if length else np.zeros(shape, np.uint8)
-    return PackedSet(folder, index, images)
+    try:
+        images = np.memmap(path, dtype=np.uint8, mode="r", shape=shape) if length else np.zeros(shape, np.uint8)
+        return PackedSet(folder, index, images)
+    except (OSError, ValueError, OverflowError, MemoryError) as error:
+        raise DataError(path, f"cannot be read ({error_text(error)})") from None
 
 
 def find_damage(folder: str | os.PathLike[str]) -> list[str]:
@@ -242,7 +247,7 @@ def _blocks(
             return images, [(number, source.tell(fault)) for number, fault in faults.items()]
         return source.images(numbers), []
 
-    waiting = [numbers for numbers in torch.arange(start, len(source)).split(block) if len(numbers)]
+    waiting = [numbers for numbers in torch.arange(start, len(source), device="cpu").split(block) if len(numbers)]
     with ThreadPoolExecutor(1) as ahead:
         coming = ahead.submit(read, waiting[0]) if waiting else None
         for place, numbers in enumerate(waiting):
@@ -256,8 +261,9 @@ def _blocks(
 def _resumable(data: Path, journal: Path, header: dict[str, Any], block_bytes: int) -> list[list[Any]]:
     """What an interrupted packing of the same source has written whole: for each block its checksum and its faults."""
     try:
+        check_file(journal)
         first, *found = journal.read_text().splitlines()
-        if json.loads(first) != header:
+        if parse_json(first) != header:
             return []
         # Only full blocks are taken up again, so a short last one is simply redone; so is a half-written line.
         lines = [line for line in map(_read_line, found) if line is not None][: data.stat().st_size // block_bytes]
@@ -271,10 +277,16 @@ def _resumable(data: Path, journal: Path, header: dict[str, Any], block_bytes: i
 
 def _read_line(text: str) -> list[Any] | None:
     try:
-        seal, faults = json.loads(text)
+        seal, faults = parse_json(text)
     except (ValueError, TypeError):
         return None
-    return [seal, faults] if isinstance(seal, str) and isinstance(faults, list) else None
+    sound = isinstance(seal, str) and isinstance(faults, list) and all(_is_fault(fault) for fault in faults)
+    return [seal, faults] if sound else None
+
+
+def _is_fault(fault: Any) -> bool:
+    """Whether something is the number of an image with a line on what is wrong with it."""
+    return isinstance(fault, list) and len(fault) == 2 and type(fault[0]) is int and isinstance(fault[1], str)
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
@@ -288,12 +300,13 @@ def _read_index(folder: Path) -> dict[str, Any]:
             and isinstance(index["origin"], str)
             and all(type(number) is int and number > 0 for number in (*index["shape"], index["block"]))
             and len(index["shape"]) == 3
+            and index["shape"][0] in (1, 3)
             and type(index["count"]) is int
+            and index["count"] >= 0
             and len(index["blocks"]) == -(-index["count"] // index["block"])
+            and all(isinstance(index[key], list) for key in ("classes", "notes", "blocks", "skipped"))
             and all(isinstance(name, str) for name in (*index["classes"], *index["notes"]))
-            and all(
-                type(k) is int and 0 <= k < index["count"] and isinstance(line, str) for k, line in index["skipped"]
-            )
+            and all(_is_fault(fault) and 0 <= fault[0] < index["count"] for fault in index["skipped"])
             and (
                 index["labels"] is None
                 or (
@@ -320,7 +333,7 @@ def _alone(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
     try:
         lock = open(folder / ".lock", "w")  # noqa: SIM115 (closed below)
     except OSError as error:
-        raise DataError(folder, f"cannot be written ({error.strerror or error})") from None
+        raise DataError(folder, f"cannot be written ({error_text(error)})") from None
     with lock:
         while True:
             try:

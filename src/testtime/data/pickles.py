@@ -9,6 +9,7 @@ or constructs what a file names; the names are compared with the few that are ex
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import numpy as np
 
 from testtime.data.sets import DataError
 
-_MARK = object()
+# An official batch has 10,000 labels and 10,000 file names, each remembered: a few ten thousand steps.
+_MOST_STEPS, _MOST_ITEMS, _DEEPEST = 1 << 18, 1 << 16, 4
 
 
 class _Global:
@@ -54,113 +56,158 @@ def read_batch(buffer: np.ndarray, path: Path) -> dict[bytes, Any]:
         DataError: The file is cut short, or holds an instruction or a name that no CIFAR-10 batch has.
     """
     try:
-        found = _run(buffer)
+        found = _Machine(buffer.data).run()
     except _Refused as error:
         raise DataError(path, f"refused: {error}; no CIFAR-10 batch needs that") from None
-    except (struct.error, IndexError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (struct.error, LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise DataError(path, f"cut short or damaged ({type(error).__name__}: {error})") from None
     if not isinstance(found, dict):
         raise DataError(path, "does not hold a dictionary")
     return {key: value.value if isinstance(value, _Array) else value for key, value in found.items()}
 
 
-def _run(buffer: np.ndarray) -> Any:
-    data = buffer.data
-    stack: list[Any] = []
-    memo: dict[int, Any] = {}
-    at = 0
+class _Machine:
+    """The stack machine: bytes to read, a stack with marks in it, and a memo of what it is told to remember."""
 
-    def take(count: int) -> memoryview:
-        nonlocal at
-        if count < 0 or at + count > len(data):
-            raise IndexError(f"needs {count} bytes at {at}, the file has {len(data)}")
-        at += count
-        return data[at - count : at]
+    def __init__(self, data: memoryview) -> None:
+        self.data, self.at = data, 0
+        self.stack: list[Any] = []
+        self.marks: list[int] = []  # heights of the stack
+        self.memo: dict[int, Any] = {}
 
-    def number(form: str) -> int:
-        return struct.unpack(form, take(struct.calcsize(form)))[0]
+    def run(self) -> Any:
+        """What is on top of the stack when the program stops."""
+        for _ in range(_MOST_STEPS):
+            code = self.take(1)[0]
+            if code == _STOP:
+                return self.pop()
+            instruction = _INSTRUCTIONS.get(code)
+            if instruction is None:
+                raise _Refused(f"pickle instruction {bytes([code])!r} at byte {self.at - 1}")
+            instruction(self)
+            if max(len(self.stack), len(self.marks), len(self.memo)) > _MOST_ITEMS:
+                raise _Refused(f"more than {_MOST_ITEMS:,} items at once")
+        raise _Refused(f"more than {_MOST_STEPS:,} instructions")
 
-    def line() -> bytes:
-        # Names are short: a missing line end must not make the search walk through 30 MB.
-        end = bytes(data[at : at + 200]).index(b"\n")
-        return bytes(take(end + 1)[:-1])
+    def take(self, count: int) -> memoryview:
+        """The next bytes of the program, not copied."""
+        if count < 0 or self.at + count > len(self.data):
+            raise IndexError(f"needs {count} bytes at {self.at}, the file has {len(self.data)}")
+        self.at += count
+        return self.data[self.at - count : self.at]
 
-    def pop_to_mark() -> list[Any]:
-        start = max(index for index, item in enumerate(stack) if item is _MARK)
-        items = stack[start + 1 :]
-        del stack[start:]
+    def number(self, form: str) -> int:
+        """The next bytes as a number, `form` as for `struct`."""
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def line(self) -> str:
+        """The next bytes up to a line end. Names are short: a missing line end must not be searched for in 30 MB."""
+        end = bytes(self.data[self.at : self.at + 200]).index(b"\n")
+        return bytes(self.take(end + 1)[:-1]).decode("ascii", "replace")
+
+    def push(self, item: Any) -> None:
+        self.stack.append(item)
+
+    def pop(self, count: int = 1) -> Any:
+        """The topmost item, or a list of several; those below the last mark are not there to be popped."""
+        if len(self.stack) - (self.marks[-1] if self.marks else 0) < count:
+            raise IndexError("too little on the stack")
+        items = self.stack[-count:]
+        del self.stack[-count:]
+        return items[0] if count == 1 else items
+
+    def top(self) -> Any:
+        """The topmost item, left in place."""
+        self.push(item := self.pop())
+        return item
+
+    def pop_to_mark(self) -> list[Any]:
+        start = self.marks.pop()
+        items = self.stack[start:]
+        del self.stack[start:]
         return items
 
-    while True:
-        code = bytes(take(1))
-        if code == b"\x80":  # protocol
-            if number("<B") != 2:
-                raise _Refused("a pickle protocol other than 2")
-        elif code == b"}":
-            stack.append({})
-        elif code == b"]":
-            stack.append([])
-        elif code == b"(":
-            stack.append(_MARK)
-        elif code == b"K":
-            stack.append(number("<B"))
-        elif code == b"M":
-            stack.append(number("<H"))
-        elif code == b"J":
-            stack.append(number("<i"))
-        elif code == b"N":
-            stack.append(None)
-        elif code == b"\x88":
-            stack.append(True)
-        elif code == b"\x89":
-            stack.append(False)
-        elif code == b"U":  # a string of up to 255 bytes
-            stack.append(bytes(take(number("<B"))))
-        elif code == b"T":  # a long string: the pixels, left where they are
-            stack.append(take(number("<i")))
-        elif code == b"q":
-            memo[number("<B")] = stack[-1]
-        elif code == b"r":
-            memo[number("<I")] = stack[-1]
-        elif code == b"h":
-            stack.append(memo[number("<B")])
-        elif code == b"j":
-            stack.append(memo[number("<I")])
-        elif code in (b"\x85", b"\x86", b"\x87"):  # tuples of one, two, three
-            count = code[0] - 0x84
-            items = stack[-count:]
-            if len(items) != count:
-                raise IndexError("too little on the stack")
-            stack[-count:] = [tuple(items)]
-        elif code == b"t":
-            stack.append(tuple(pop_to_mark()))
-        elif code == b"a":
-            item = stack.pop()
-            _expect(stack[-1], list).append(item)
-        elif code == b"e":
-            items = pop_to_mark()
-            _expect(stack[-1], list).extend(items)
-        elif code == b"s":
-            value, key = stack.pop(), stack.pop()
-            _expect(stack[-1], dict)[_expect(key, bytes)] = value
-        elif code == b"u":
-            items = pop_to_mark()
-            target = _expect(stack[-1], dict)
-            for key, value in zip(items[::2], items[1::2], strict=True):
-                target[_expect(key, bytes)] = value
-        elif code == b"c":
-            module, name = line(), line()
-            stack.append(_named(f"{module.decode('ascii', 'replace')}.{name.decode('ascii', 'replace')}"))
-        elif code == b"R":
-            arguments, callee = stack.pop(), stack.pop()
-            stack.append(_describe(callee, arguments))
-        elif code == b"b":
-            state = stack.pop()
-            _fill(stack[-1], state)
-        elif code == b".":
-            return stack.pop()
-        else:
-            raise _Refused(f"pickle instruction {code!r} at byte {at - 1}")
+
+class _Tuple(tuple[Any, ...]):
+    """A tuple that knows how deep the tuples in it go."""
+
+    depth: int
+
+
+def _make_tuple(machine: _Machine, items: list[Any]) -> None:
+    if any(isinstance(item, list | dict) for item in items):
+        raise _Refused("a tuple that holds a list")
+    made = _Tuple(items)
+    made.depth = 1 + max((item.depth for item in items if type(item) is _Tuple), default=0)
+    if made.depth > _DEEPEST:
+        raise _Refused(f"tuples more than {_DEEPEST} deep")
+    machine.push(made)
+
+
+def _extend(machine: _Machine, items: list[Any]) -> None:
+    if any(isinstance(item, list | dict) for item in items):
+        raise _Refused("a list that holds another")
+    _expect(machine.top(), list).extend(items)
+
+
+def _set_items(machine: _Machine, items: list[Any]) -> None:
+    target = _expect(machine.top(), dict)
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if isinstance(value, dict):
+            raise _Refused("a dictionary that holds another")
+        target[_expect(key, bytes)] = value
+
+
+def _check_protocol(machine: _Machine) -> None:
+    if machine.number("<B") != 2:
+        raise _Refused("a pickle protocol other than 2")
+
+
+def _remember(machine: _Machine, form: str) -> None:
+    place = machine.number(form)
+    machine.memo[place] = machine.top()
+
+
+def _call(machine: _Machine) -> None:
+    callee, arguments = machine.pop(2)
+    machine.push(_describe(callee, arguments))
+
+
+def _build(machine: _Machine) -> None:
+    state = machine.pop()
+    _fill(machine.top(), state)
+
+
+_STOP = ord(".")
+_INSTRUCTIONS: dict[int, Callable[[_Machine], None]] = {
+    0x80: _check_protocol,
+    ord("}"): lambda machine: machine.push({}),
+    ord("]"): lambda machine: machine.push([]),
+    ord("("): lambda machine: machine.marks.append(len(machine.stack)),
+    ord("K"): lambda machine: machine.push(machine.number("<B")),
+    ord("M"): lambda machine: machine.push(machine.number("<H")),
+    ord("J"): lambda machine: machine.push(machine.number("<i")),
+    ord("N"): lambda machine: machine.push(None),
+    0x88: lambda machine: machine.push(True),
+    0x89: lambda machine: machine.push(False),
+    ord("U"): lambda machine: machine.push(bytes(machine.take(machine.number("<B")))),  # up to 255 bytes
+    ord("T"): lambda machine: machine.push(machine.take(machine.number("<i"))),  # the pixels, left where they are
+    ord("q"): lambda machine: _remember(machine, "<B"),
+    ord("r"): lambda machine: _remember(machine, "<I"),
+    ord("h"): lambda machine: machine.push(machine.memo[machine.number("<B")]),
+    ord("j"): lambda machine: machine.push(machine.memo[machine.number("<I")]),
+    0x85: lambda machine: _make_tuple(machine, [machine.pop()]),
+    0x86: lambda machine: _make_tuple(machine, machine.pop(2)),
+    0x87: lambda machine: _make_tuple(machine, machine.pop(3)),
+    ord("t"): lambda machine: _make_tuple(machine, machine.pop_to_mark()),
+    ord("a"): lambda machine: _extend(machine, [machine.pop()]),
+    ord("e"): lambda machine: _extend(machine, machine.pop_to_mark()),
+    ord("s"): lambda machine: _set_items(machine, machine.pop(2)),
+    ord("u"): lambda machine: _set_items(machine, machine.pop_to_mark()),
+    ord("c"): lambda machine: machine.push(_named(f"{machine.line()}.{machine.line()}")),
+    ord("R"): _call,
+    ord("b"): _build,
+}
 
 
 _NAMES = frozenset(
@@ -203,7 +250,7 @@ def _fill(target: Any, state: Any) -> None:
         return
     if not isinstance(target, _Array):
         raise _Refused(f"a state for {type(target).__name__}")
-    _, shape, kind, fortran, pixels = _expect(state, tuple)
+    _, shape, kind, fortran, pixels = _expect(state, _Tuple)
     if not isinstance(kind, _Type) or fortran is not False:
         raise _Refused("an array that is not of bytes in C order")
-    target.value = np.frombuffer(pixels, dtype=np.uint8).reshape(_expect(shape, tuple))
+    target.value = np.frombuffer(pixels, dtype=np.uint8).reshape(_expect(shape, _Tuple))

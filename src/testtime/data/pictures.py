@@ -11,7 +11,12 @@ resized to 256, then a centre crop of 224, with the rounding of the usual PIL pi
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
+import struct
+import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +27,8 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from testtime.data.sets import DataError
+from testtime.data.sets import DataError, as_data_errors
+from testtime.storage import check_file, error_text
 
 PIXEL_LIMIT = 64_000_000
 """The most pixels a picture may have unless told otherwise; below the number from which Pillow itself warns."""
@@ -43,6 +49,10 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 
+# The filter with which Pillow's warnings are ignored, as `warnings.filters` holds it.
+_QUIET = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # else its errors go to standard error
+
 Source = str | os.PathLike[str] | BinaryIO
 Resize = int | Literal["stretch"]
 
@@ -53,6 +63,12 @@ def open_picture(source: Source, limit: int = PIXEL_LIMIT) -> Image.Image:
         picture = _to_rgb(image, source)
         is_gray = image.mode in ("1", "L", "LA", "La") or image.mode.startswith("I")
         return picture.convert("L") if is_gray else picture
+
+
+def read_size(source: Source, limit: int = PIXEL_LIMIT) -> tuple[int, int]:
+    """Width and height of a picture as its header gives them; arguments and errors of `read_picture`."""
+    with _opened(source, limit) as image:
+        return image.size
 
 
 def read_picture(source: Source, limit: int = PIXEL_LIMIT) -> Tensor:
@@ -179,26 +195,66 @@ def _fit(source: Source, size: int, resize: Resize, limit: int) -> np.ndarray:
 def _opened(source: Source, limit: int) -> Iterator[Image.Image]:
     """The picture with its header read; whatever goes wrong inside leaves as a `DataError`."""
     name = _name(source)
+    _ignore_warnings()
     try:
-        if isinstance(source, str | os.PathLike) and os.stat(source).st_size == 0:
-            raise DataError(name, "an empty file")
-        with Image.open(source, formats=_FORMATS) as image:
+        with as_data_errors(), _binary(source) as file, Image.open(file, formats=_FORMATS) as image:
             if image.width * image.height > limit:
                 raise DataError(name, f"{image.width}×{image.height} pixels are above the limit of {limit:,}")
             if image.width * image.height == 0:
                 raise DataError(name, "a picture without pixels")
+            if image.format == "PNG":
+                _check_png(file)
             yield image
     except DataError:
         raise
-    except FileNotFoundError:
-        raise DataError(name, "no such file") from None
     except UnidentifiedImageError:
         raise DataError(name, "not a picture in a known format") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+    except Image.DecompressionBombError:
         raise DataError(name, f"more pixels than the limit of {limit:,}") from None
+    except MemoryError:
+        raise DataError(name, "too large for the memory that is left") from None
     except Exception as error:
         # Pillow's readers meet damage with nearly every exception there is: OSError, SyntaxError, struct.error, ...
-        raise DataError(name, f"cannot be decoded ({error or type(error).__name__})") from None
+        raise DataError(name, f"cannot be decoded ({error_text(error)})") from None
+
+
+@contextlib.contextmanager
+def _binary(source: Source) -> Iterator[BinaryIO]:
+    """A file open for reading; one that was open already is left open."""
+    if not isinstance(source, str | os.PathLike):
+        yield source
+        return
+    check_file(source)
+    with open(source, "rb") as file:
+        yield file
+
+
+def _check_png(file: BinaryIO) -> None:
+    """Compare the pixels of a PNG with their checksums, which Pillow does not look at; the place in the file stays."""
+    place = file.tell()
+    file.seek(8)
+    while len(head := file.read(8)) == 8:
+        length, kind = struct.unpack(">I4s", head)
+        if kind != b"IDAT":
+            file.seek(length + 4, os.SEEK_CUR)
+            continue
+        found = zlib.crc32(kind)
+        while length and (content := file.read(min(length, 1 << 20))):
+            found, length = zlib.crc32(content, found), length - len(content)
+        given = file.read(4)
+        if len(given) == 4 and found != int.from_bytes(given, "big"):
+            raise ValueError("its pixels do not match their checksum")
+    file.seek(place)
+
+
+def _ignore_warnings() -> None:
+    """Ignore what Pillow warns of: a damaged part that a picture does not need, such as its EXIF.
+
+    Pictures are decoded in threads, which `warnings.catch_warnings` is not made for. So this is one filter for
+    everything, put first again where somebody has put another before it: under `-W error` a picture must not fail.
+    """
+    if not warnings.filters or warnings.filters[0] != _QUIET:
+        warnings.filterwarnings("ignore", module=_QUIET[3].pattern)
 
 
 def _name(source: Source) -> str:
@@ -210,16 +266,17 @@ def _name(source: Source) -> str:
 
 def _to_rgb(image: Image.Image, source: Source) -> Image.Image:
     """The decoded picture, upright and in RGB."""
+    image.load()  # here, not within `getexif`, where damage to the picture would count as damage to its EXIF
     try:
         orientation = image.getexif().get(_ORIENTATION)
     except Exception:  # a picture with a damaged EXIF part is still a picture
         orientation = None
     if image.mode.startswith("I"):
-        values = np.asarray(image).astype(np.int64)
+        values = np.asarray(image)
         # Others than TIFFs have 16 bits, whatever Pillow makes of them.
         if values.min() < 0 or values.max() > 65535 or 32 in getattr(image, "tag_v2", {}).get(_BITS, ()):
             raise DataError(_name(source), "its pixels are beyond 16 bits")
-        picture = Image.fromarray(np.round(values / 257).astype(np.uint8)).convert("RGB")
+        picture = Image.fromarray(((values.astype(np.int32) + 128) // 257).astype(np.uint8)).convert("RGB")
     elif image.mode == "F":
         raise DataError(_name(source), "its pixels are floating-point numbers of no known range")
     elif image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:

@@ -6,13 +6,14 @@ folder. Nothing is ever read through a link that leads out of the data set's own
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from testtime.data.sets import DataError
+from testtime import storage
+from testtime.data.sets import DataError, as_data_errors
+from testtime.storage import check_file, error_text
 
 
 def data_root(root: str | os.PathLike[str] | None = None) -> Path:
@@ -22,11 +23,10 @@ def data_root(root: str | os.PathLike[str] | None = None) -> Path:
         root: The folder itself; None takes `TESTTIME_DATA`, else `$XDG_CACHE_HOME/testtime`, else `~/.cache/testtime`.
     """
     if root is not None:
-        return Path(root).expanduser()
+        return Path(os.path.expanduser(root))
     if os.environ.get("TESTTIME_DATA"):
-        return Path(os.environ["TESTTIME_DATA"]).expanduser()
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "testtime"
+        return Path(os.path.expanduser(os.environ["TESTTIME_DATA"]))
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "testtime")
 
 
 def first_existing(paths: Iterable[Path]) -> Path | None:
@@ -44,10 +44,21 @@ def within(path: Path, tree: Path) -> Path:
     """
     try:
         inside = path.resolve().is_relative_to(tree.resolve())
-    except (OSError, RuntimeError) as error:  # Python before 3.13 reports a circle as RuntimeError
-        raise DataError(path, f"a link that cannot be followed ({error})") from None
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a circle; ValueError: no name for a file
+        raise DataError(path, f"cannot be followed ({error_text(error)})") from None
     if not inside:
         raise DataError(path, f"leads out of {tree}")
+    return path
+
+
+def regular(path: Path, tree: Path) -> Path:
+    """`path` itself, once it is sure that it is a file of the tree and not empty.
+
+    Raises:
+        DataError: It is missing, empty, outside the tree, or something else than a file.
+    """
+    with as_data_errors():
+        check_file(within(path, tree))
     return path
 
 
@@ -57,12 +68,5 @@ def read_json(path: Path, tree: Path) -> Any:
     Raises:
         DataError: It is missing, outside the tree, or not JSON.
     """
-    try:
-        with open(within(path, tree), encoding="utf-8") as file:
-            return json.load(file)
-    except FileNotFoundError:
-        raise DataError(path, "no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(path, f"not readable as JSON ({error})") from None
+    with as_data_errors():
+        return storage.read_json(within(path, tree))

@@ -12,8 +12,8 @@ to the network that was trained with them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
@@ -22,21 +22,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from testtime.storage import FileError
+
 OnBad = Literal["fail", "skip"]
 """What to do about a picture that cannot be read: stop and name it, or leave it out and keep its name."""
 
 
-class DataError(ValueError):
-    """A file or folder of a data set that cannot be used: says which, and what is wrong with it."""
+class DataError(FileError):
+    """A file or folder of a data set that cannot be used."""
 
-    def __init__(self, path: str | os.PathLike[str], fault: str) -> None:
-        super().__init__(os.fspath(path), fault)
-        self.path = os.fspath(path)
-        self.fault = fault
 
-    def __str__(self) -> str:
-        # One line, whatever a damaged file put into its own name or message.
-        return " ".join(f"{self.path}: {self.fault}".split())
+@contextlib.contextmanager
+def as_data_errors() -> Iterator[None]:
+    """Let what `testtime.storage` finds wrong with a file leave as a `DataError`."""
+    try:
+        yield
+    except DataError:
+        raise
+    except FileError as error:
+        raise DataError(error.path, error.fault, error.remedy) from None
 
 
 class Chunk(NamedTuple):
@@ -110,13 +114,13 @@ class TestSet(ABC):
     def numbers(self, numbers: slice | Sequence[int] | Tensor | None = None) -> Tensor:
         """Sample numbers as an int64 tensor `(n,)`, checked against the set; None means all of them."""
         if numbers is None:
-            return torch.arange(len(self))
+            return torch.arange(len(self), device="cpu")
         if isinstance(numbers, slice):
             start, stop, step = numbers.indices(len(self))
-            return torch.tensor(range(start, stop, step), dtype=torch.int64)
-        found = numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers))
+            return torch.tensor(range(start, stop, step), dtype=torch.int64, device="cpu")
+        found = numbers if isinstance(numbers, Tensor) else torch.from_numpy(np.array(list(numbers)))
         if found.numel() == 0:
-            return torch.zeros(0, dtype=torch.int64)
+            return torch.zeros(0, dtype=torch.int64, device="cpu")
         if found.dim() != 1 or found.dtype == torch.bool or found.is_floating_point() or found.is_complex():
             raise TypeError(
                 f"`numbers` must be integers in one dimension, got {found.dtype} of shape {tuple(found.shape)}."
@@ -157,7 +161,8 @@ class TestSet(ABC):
 
     def fingerprint(self) -> str:
         """A hash of what the set is made of; it changes when the images may have."""
-        digest = hashlib.sha256(f"{self.name}\n{self.origin}\n{len(self)} {self.shape}\n".encode())
+        about = f"{self.name}\n{self.origin}\n{len(self)} {self.shape}\n"
+        digest = hashlib.sha256(about.encode(errors="backslashreplace"))  # a name may be that of a folder
         if self.labels is not None:
             digest.update(self.labels.numpy().tobytes())
         return digest.hexdigest()

@@ -110,10 +110,10 @@ def load(
     """
     layout = _read_layout(root)
     files = list(layout.right)
-    right = torch.zeros(len(files), len(layout.classes), dtype=torch.bool)
+    right = torch.zeros(len(files), len(layout.classes), dtype=torch.bool, device="cpu")
     for row, frame in enumerate(files):
         right[row, layout.right[frame]] = True
-    labels = torch.tensor([layout.right[frame][0] for frame in files])
+    labels = torch.tensor([layout.right[frame][0] for frame in files], dtype=torch.int64, device="cpu")
     frames = VidSet("vid-robust", layout.folder, files, labels, layout.classes, size, resize, threads)
     frames.right = right
     frames.groups = layout.groups
@@ -151,10 +151,10 @@ def load_cifar7(
     kept = {frame: found for frame, found in kept.items() if found}
     if not kept:
         raise DataError(layout.folder / "metadata/labels.json", "has no frame of the seven CIFAR-10 classes")
-    right = torch.zeros(len(kept), len(CIFAR7), dtype=torch.bool)
+    right = torch.zeros(len(kept), len(CIFAR7), dtype=torch.bool, device="cpu")
     for row, found in enumerate(kept.values()):
         right[row, found] = True
-    labels = torch.tensor([found[0] for found in kept.values()])
+    labels = torch.tensor([found[0] for found in kept.values()], dtype=torch.int64, device="cpu")
     frames = Cifar7Set("vid-cifar7", layout.folder, list(kept), labels, tuple(CIFAR7), size, resize, threads)
     frames.right = right
     frames.origin = f"official files ({layout.folder.name})"
@@ -232,7 +232,7 @@ def _read_right(folder: Path, position: Mapping[int, int]) -> dict[str, list[int
         wrong = [label for label in found if label not in position]
         if wrong:
             raise DataError(labels_path, f"gives {anchor} the class {wrong[0]}, of which there is none")
-        if not within(folder / anchor, folder).is_file():
+        if not os.path.isfile(within(folder / anchor, folder)):
             raise DataError(folder / anchor, "no such file")
         right[anchor] = [position[label] for label in found]
     if not right:
@@ -244,7 +244,8 @@ def _read_index(path: Path, tree: Path) -> dict[int, tuple[str, str]]:
     """A class index: number → (id, name)."""
     index: dict[int, tuple[str, str]] = {}
     for number, entry in _object(path, tree).items():
-        if not number.isdecimal() or not isinstance(entry, list) or [type(part) for part in entry] != [str, str]:
+        is_number = number.isascii() and number.isdecimal() and len(number) <= 6
+        if not is_number or not isinstance(entry, list) or [type(part) for part in entry] != [str, str]:
             raise DataError(path, f"the entry {number!r} is not a number with [id, name]")
         index[int(number)] = (entry[0], entry[1])
     if len({identity for identity, _ in index.values()}) != len(index):

@@ -1,0 +1,169 @@
+"""Filters with weights that are rounded so that their sums are exact.
+
+Where a filter is a weighted mean of 8-bit pixels, its weights are rounded to multiples of 2⁻¹⁶ that add up to one. Sums
+are then exact in floating point whatever their order, so an image comes out the same, bit for bit, alone or in a batch,
+whole or in parts, on the CPU or on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[np.float64]
+Border = Literal["edge", "reflect"]
+
+# Lines up to this long are filtered by one matrix; longer ones in blocks, each by the part of the matrix around it.
+_DENSE = 512
+_BLOCK_VALUES = 1 << 22
+_PLANE_VALUES = 1 << 25  # smoothed at once
+
+
+def round_weights(weights: Array, bits: int = 16) -> Array:
+    """Weights rounded to multiples of 2⁻ᵇⁱᵗˢ along the last axis so that their sum is rounded only once.
+
+    Running sums are rounded and differences taken: many small equal weights would else all err to the same side.
+
+    Args:
+        weights: Non-negative, `(..., K)`.
+        bits: Fraction bits.
+    """
+    return np.diff(np.round(np.cumsum(weights, -1) * 2.0**bits), axis=-1, prepend=0) / 2.0**bits
+
+
+def gaussian_weights(sigma: float, radius: int) -> Array:
+    """A gaussian at the whole numbers from -radius to radius, adding up to one, `(2·radius + 1,)`."""
+    if sigma <= 0:
+        return np.ones(1)
+    weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / sigma) ** 2)
+    return weights / weights.sum()
+
+
+def gaussian_rows(size: int, rows: slice, sigma: float, truncate: float, border: Border) -> tuple[slice, Array]:
+    """Some rows of the matrix that filters a line of `size` pixels with a gaussian.
+
+    Args:
+        size: Pixels in the line.
+        rows: Which pixels of the filtered line.
+        sigma: Standard deviation in pixels.
+        truncate: The kernel ends at this many standard deviations.
+        border: "edge" repeats the outermost pixel, "reflect" mirrors the line with its outermost pixel.
+
+    Returns:
+        The pixels that are read, and their weights, `(rows, pixels read)` in multiples of 2⁻¹⁸: two passes over 16-bit
+        numbers stay exact.
+    """
+    radius = int(truncate * sigma + 0.5)
+    weights = gaussian_weights(sigma, radius)
+    window = slice(max(0, rows.start - radius), min(size, rows.stop + radius))
+    places = np.arange(rows.start, rows.stop)[:, None] + np.arange(-radius, radius + 1)
+    if border == "edge":
+        places = places.clip(0, size - 1)
+    else:
+        places %= 2 * size
+        places = np.minimum(places, 2 * size - 1 - places)
+    count, length = len(places), window.stop - window.start
+    places += np.arange(count)[:, None] * length - window.start
+    matrix = np.bincount(places.ravel(), np.tile(weights, count), count * length).astype(np.float64)
+    return window, round_weights(matrix.reshape(count, length), bits=18)
+
+
+@functools.lru_cache(maxsize=64)
+def gaussian_matrix(size: int, sigma: float, truncate: float, border: Border) -> Tensor:
+    """The gaussian filter of a line as a matrix, float64 `(size, size)`; see `gaussian_rows`."""
+    return torch.from_numpy(gaussian_rows(size, slice(0, size), sigma, truncate, border)[1])
+
+
+def _gaussian_blocks(size: int, sigma: float, truncate: float, border: Border) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The filter in parts: pixels of the filtered line, pixels that they are read from, and the matrix between."""
+    if size <= _DENSE:
+        yield slice(0, size), slice(0, size), gaussian_matrix(size, sigma, truncate, border)
+        return
+    taps = 2 * int(truncate * sigma + 0.5) + 1
+    step = max(1, min(max(64, taps), _DENSE, _BLOCK_VALUES // taps))
+    for start in range(0, size, step):
+        rows = slice(start, min(start + step, size))
+        window, matrix = gaussian_rows(size, rows, sigma, truncate, border)
+        yield rows, window, torch.from_numpy(matrix)
+
+
+def smooth(images: Tensor, sigma: float, truncate: float, border: Border) -> Tensor:
+    """Blur the last two axes of whole-numbered images with a gaussian, exactly, in float64.
+
+    Args:
+        images: Whole numbers below 2¹⁶ in size, `(..., H, W)`.
+        sigma: Standard deviation in pixels.
+        truncate: The kernel ends at this many standard deviations.
+        border: "edge" or "reflect", as in `gaussian_rows`.
+
+    Returns:
+        Float64 `(..., H, W)`.
+    """
+    if int(truncate * sigma + 0.5) == 0:
+        return images.to(torch.float64)
+    height, width = images.shape[-2:]
+    planes = images.reshape(-1, height, width)
+    result = torch.empty(planes.shape, dtype=torch.float64, device=images.device)
+    together = max(1, _PLANE_VALUES // (height * width))
+    for part, done in zip(planes.split(together), result.split(together), strict=True):
+        across = torch.empty_like(done)
+        for columns, window, matrix in _gaussian_blocks(width, sigma, truncate, border):
+            across[..., columns] = part[..., window].to(torch.float64) @ matrix.to(images.device).T
+        for rows, window, matrix in _gaussian_blocks(height, sigma, truncate, border):
+            done[:, rows] = matrix.to(images.device) @ across[:, window]
+    return result.view(images.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def box_taps(size: int, to: int) -> tuple[Tensor, Tensor]:
+    """Pillow's box filter from `size` pixels to `to` pixels.
+
+    Returns:
+        The pixels that each pixel of the result is read from, int64 `(to, K)`, and their weights, float32 `(to, K)`.
+    """
+    ratio = size / to
+    centre = (np.arange(to) + 0.5) * ratio
+    reach = max(ratio, 1) / 2
+    first = np.maximum((centre - reach + 0.5).astype(np.int64), 0)
+    last = np.minimum((centre + reach + 0.5).astype(np.int64), size)
+    places = first[:, None] + np.arange((last - first).max())
+    offset = (places - centre[:, None] + 0.5) / max(ratio, 1)
+    inside = (places < last[:, None]) & (offset > -0.5) & (offset <= 0.5)
+    weights = round_weights(inside / inside.sum(1, keepdims=True))
+    return torch.from_numpy(np.minimum(places, size - 1)), torch.from_numpy(weights.astype(np.float32))
+
+
+@functools.lru_cache(maxsize=64)
+def _box_matrix(size: int, to: int) -> Tensor:
+    places, weights = box_taps(size, to)
+    zeros = torch.zeros((to, size), dtype=torch.float64, device="cpu")
+    return zeros.scatter_add_(1, places, weights.to(torch.float64))
+
+
+def box_filter(images: Tensor, axis: Literal[-2, -1], to: int) -> Tensor:
+    """Scale one axis of images with Pillow's box filter.
+
+    Args:
+        images: Float pixels, whole numbers 0 to 255, `(..., H, W)`.
+        axis: Which.
+        to: Pixels of the result along it.
+
+    Returns:
+        Float pixels, exact.
+    """
+    size = images.shape[axis]
+    if size <= _DENSE:  # float64: torch may be set to multiply float32 matrices with fewer bits
+        matrix, wide = _box_matrix(size, to).to(images.device), images.to(torch.float64)
+        return (wide @ matrix.T if axis == -1 else matrix @ wide).to(images.dtype)
+    places, weights = (taps.to(images.device) for taps in box_taps(size, to))
+    shape = (-1,) if axis == -1 else (-1, 1)
+    result = images.index_select(axis, places[:, 0]).mul_(weights[:, 0].view(shape))
+    for tap in range(1, places.shape[1]):
+        result += images.index_select(axis, places[:, tap]).mul_(weights[:, tap].view(shape))
+    return result

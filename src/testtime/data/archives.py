@@ -1,0 +1,138 @@
+"""Tar archives that nobody vouches for: plain files with harmless names, within limits, read piece by piece."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, cast
+
+from testtime.data.sets import DataError, as_data_errors
+from testtime.storage import check_file, error_text
+
+_PIECE = 1 << 18
+_HEADERS = 1 << 20  # bytes that the headers of one member may take
+_LONGEST_NAME = 200
+
+
+def read_archive(path: Path, files: int, size: int) -> Iterator[tuple[str, int, bytes]]:
+    """The plain files of a tar archive, compressed with gzip or not.
+
+    Args:
+        path: The archive.
+        files: The most members to accept.
+        size: The most bytes to accept in all of them together.
+
+    Yields:
+        A file's name, where in the file a piece begins, and the piece; a file without content has one empty piece.
+
+    Raises:
+        DataError: The archive is damaged, beyond the limits, or holds something else than files and folders, a name
+            that leads out of it, or a name twice.
+    """
+    with as_data_errors():
+        check_file(path)
+    try:
+        with open(path, "rb") as raw, _plain(raw) as plain:
+            metered = _Metered(plain, size + files * _PIECE)
+            with tarfile.open(fileobj=cast(BinaryIO, metered), mode="r:") as tar:
+                for member in _members(tar, path, metered, files, size):
+                    yield from _pieces(tar, member, metered)
+                metered.allowance = _HEADERS
+                metered.seek(tar.offset)
+                if metered.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                    raise DataError(path, "damaged or cut short")
+            while metered.read(_PIECE):  # gzip's checksum is at the end
+                metered.allowance = _HEADERS
+    except DataError:
+        raise
+    except Exception as error:  # tarfile, gzip and zlib each have their own errors for damage
+        raise DataError(path, f"not a readable archive ({error_text(error)})") from None
+
+
+class _Metered:
+    """A file that is read only so far: a header may promise anything, and a few bytes unpack to gigabytes.
+
+    Attributes:
+        allowance: Bytes that may be read until it is set anew.
+    """
+
+    def __init__(self, file: BinaryIO, limit: int) -> None:
+        self._file, self._limit = file, limit
+        self.allowance = _HEADERS
+
+    def read(self, size: int) -> bytes:
+        self.allowance -= size
+        if size < 0 or self.allowance < 0:
+            raise ValueError("its headers are too long")
+        if self._file.tell() + size > self._limit:
+            raise ValueError(f"more than {self._limit:,} bytes")
+        return self._file.read(size)
+
+    def seek(self, position: int) -> int:
+        if not 0 <= position <= self._limit:
+            raise ValueError(f"more than {self._limit:,} bytes")
+        return self._file.seek(position)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+@contextlib.contextmanager
+def _plain(raw: BinaryIO) -> Iterator[BinaryIO]:
+    """What a file holds, uncompressed."""
+    packed = raw.read(2) == b"\x1f\x8b"
+    raw.seek(0)
+    if not packed:
+        yield raw
+        return
+    with gzip.GzipFile(fileobj=raw) as plain:
+        yield cast(BinaryIO, plain)
+
+
+def _members(tar: tarfile.TarFile, path: Path, metered: _Metered, files: int, size: int) -> Iterator[tarfile.TarInfo]:
+    """The members that are files, every member checked."""
+    found: set[PurePosixPath] = set()
+    folders: set[PurePosixPath] = set()
+    count = total = 0
+    while True:
+        metered.allowance = _HEADERS
+        member = tar.next()
+        if member is None:
+            return
+        count, total = count + 1, total + member.size
+        name = PurePosixPath(member.name)
+        if count > files:
+            raise DataError(path, f"holds more than {files:,} files")
+        if member.size < 0 or total > size:
+            raise DataError(path, f"holds more than {size:,} bytes")
+        if name.is_absolute() or ".." in name.parts or "\\" in member.name:
+            raise DataError(path, f"holds {member.name!r}, which leads out of it")
+        if len(member.name) > _LONGEST_NAME:
+            raise DataError(path, f"holds a name of {len(member.name):,} characters")
+        if not (member.isdir() or member.isreg()) or member.issparse():
+            raise DataError(path, f"holds {member.name!r}, which is neither a file nor a folder")
+        if member.isdir():
+            continue
+        if name in found or name in folders or not found.isdisjoint(name.parents):
+            raise DataError(path, f"holds {member.name!r} twice")
+        found.add(name)
+        folders.update(name.parents)
+        yield member
+
+
+def _pieces(tar: tarfile.TarFile, member: tarfile.TarInfo, metered: _Metered) -> Iterator[tuple[str, int, bytes]]:
+    """The content of a member with its name and place."""
+    file = tar.extractfile(member)
+    assert file is not None  # it is a plain file
+    start, name = 0, str(PurePosixPath(member.name))
+    while True:
+        metered.allowance = _HEADERS
+        content = file.read(_PIECE)
+        if content or not start:
+            yield name, start, content
+        if not content:
+            break
+        start += len(content)
