@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from testtime.cli import run as run_command
 from testtime.data.sets import TensorSet
 from testtime.report.correlation import bootstrap_correlation, join, tell
 from testtime.report.sources import ResultsError
+from testtime.storage import FileError
 
 TASK = tt.Rotation("all")
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}  # losses are taken in float32, whatever the network computes in
@@ -370,10 +373,78 @@ def test_a_study_of_something_else_is_not_mixed_in(tmp_path: Path) -> None:
     with pytest.raises(StudyError, match=r"another study .*network"):
         run_study(tt.resnet26(depth=8, channels=1, size=16, seed=1), ["digits"], out, **SMALL)  # type: ignore[arg-type]
     assert out.read_text() == before
-    for content in ("{", "[]", '{"sets": {}}', '{"configuration": {}, "sets": {"a": 1}}'):
-        out.write_text(content)
-        with pytest.raises(StudyError, match="not a study of gradients"):
-            read_study(out)
+
+
+DEEP: Any = {}
+for _ in range(400):
+    DEEP = {"a": DEEP}
+AGREEMENT = {"inner": 1.0, "inner_error": None, "cosine": 0.1, "count": 3, "layers": {"stem": {"inner": 1.0}}}
+ENTRY = {"stand_in_batch": AGREEMENT, "batch": None, "error": 0.5, "name": "digits", "images": 3, "seconds": 1.0}
+MALFORMED: dict[str, Any] = {
+    "empty": b"",
+    "cut short": b"{",
+    "not UTF-8": b'{"\xff": 1}',
+    "nested deeply": b"[" * 100_000,
+    "a list": [],
+    "nothing": None,
+    "no configuration": {"sets": {"digits": ENTRY}},
+    "configuration a list": {"configuration": [], "sets": {"digits": ENTRY}},
+    "configuration nested deeply": {"configuration": DEEP, "sets": {"digits": ENTRY}},
+    "no sets": {"configuration": {}},
+    "sets a list": {"configuration": {}, "sets": [ENTRY]},
+    "a set that is a number": {"configuration": {}, "sets": {"a": 1}},
+    "a set of something else": {"configuration": {}, "sets": {"a": {}}},
+    "NaN": b'{"configuration": {}, "sets": {"digits": {"stand_in_batch": null, "error": NaN}}}',
+    "infinity": b'{"configuration": {}, "sets": {"digits": {"stand_in_batch": null, "error": 1e999}}}',
+    **{
+        f"{key} {value!r:.10}": {"configuration": {}, "sets": {"digits": ENTRY | {key: value}}}
+        for key, value in {
+            "error": "x",
+            "task_loss": True,
+            "entropy": 10**400,
+            "task_error": [],
+            "batch": 3,
+            "single": {"inner": "x"},
+            "balance": {"cosine": -1e200},
+            "stand_in_batch": "x",
+            "stand_in_single": {"inner": {}},
+            "fingerprint": 3,
+            "seconds": "x",
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["a pipe", "a folder", "missing", *MALFORMED])
+def test_malformed_studies(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "study.json"
+    if name == "a pipe":
+        os.mkfifo(path)
+    elif name == "a folder":
+        path.mkdir()
+    elif name != "missing":
+        content = MALFORMED[name]
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    with pytest.raises(StudyError) as caught:
+        read_study(path)
+    assert isinstance(caught.value, FileError)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).isprintable()
+    make_errors(tmp_path / "run", {"digits": 1})
+    assert run_command(["correlate", str(path), str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err == f"error: {caught.value}\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_set_of_an_odd_name_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gains = {f"digits-c/fog/{level}": level for level in range(1, 6)}
+    odd = {"a\nerror: b\x1b[31m[/red]$x^": 1.0}
+    study = make_study(tmp_path / "study.json", odd | {name: float(gain) for name, gain in gains.items()})
+    run = make_errors(tmp_path / "run", gains)
+    assert run_command(["correlate", str(study), str(run), "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "[/red]$x^" in shown[-2]
+    assert all(line.isprintable() and not line.startswith("error:") for line in shown)
 
 
 def test_the_studys_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -492,9 +563,9 @@ def test_correlations_are_pearsons_with_intervals_that_hold_them(tmp_path: Path)
 def test_what_does_not_belong_together_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gains = {f"digits-c/fog/{level}": level for level in range(1, 6)}
     study = make_study(tmp_path / "study.json", {name: 1.0 * gain for name, gain in gains.items()})
-    with pytest.raises(ResultsError, match="is of network xyz, the study of network abc"):
+    with pytest.raises(ResultsError, match=r"other: .*network .?xyz.*abc"):
         join(study, [make_errors(tmp_path / "other", gains, "xyz")])
-    with pytest.raises(ResultsError, match="at least 3 sets that the study and the runs share, got 0"):
+    with pytest.raises(ResultsError, match=r"study\.json: .*3 sets .* 0"):
         join(study, [make_errors(tmp_path / "elsewhere", {"digits-c/snow/1": 3})])
     assert run_command(["correlate", str(tmp_path / "none.json"), str(tmp_path / "other")]) == 1
     assert capsys.readouterr().err.startswith("error: ")

@@ -23,7 +23,16 @@ from safetensors.torch import load_file
 from testtime import cli, data
 from testtime.learner import PRESETS
 from testtime.networks import resnet26
-from testtime.predict import default_network, fit_for, predict, prepare_adapter
+from testtime.predict import (
+    Answer,
+    default_network,
+    fit_for,
+    predict,
+    prepare_adapter,
+    summarise,
+    tell,
+    tell_summary,
+)
 from testtime.runs.methods import USUAL
 
 TINY = [
@@ -125,6 +134,8 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         ["train", "--out", "x", "--target", "digits"],
         ["train", "--out", "x", "--method", "uda", "--target", "no-such-set"],
         ["train", "--out", "x", "--seeds", "0-1", "--seed", "3"],
+        ["train", "--out", "x", "--seeds", "0-99999999999"],
+        ["train", "--out", "x", "--seeds", "9" * 5000],
         ["train", "--out", "x", "--start", "cifar10-resnet26-gn-joint"],
         ["train", "--out", "x", "--device", "abacus"],
         ["predict"],
@@ -254,6 +265,92 @@ def test_progress_in_a_terminal_is_a_live_bar(monkeypatch: pytest.MonkeyPatch) -
     written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
     assert "\x1b" in terminal.getvalue()
     assert re.search(r"read .*3/3 .* words", written)
+
+
+# Texts from outside --------------------------------------------------------------------------------------------------
+
+EVIL = "a\nerror: b\x1b[31m\u202e\ud800[/red]"
+
+
+def assert_tame(text: str) -> None:
+    """Nothing in it steers a terminal or begins a line of its own."""
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert not re.search(r"^error: b", text, re.MULTILINE)
+
+
+def test_what_goes_wrong_is_printable(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: str) -> None:
+        raise ValueError(EVIL)
+
+    monkeypatch.setattr(sys.modules["testtime.predict"], "summarise", fail)
+    for arguments in (["info", "x"], ["info", EVIL, EVIL], [EVIL], ["predict", "x", "--device", EVIL]):
+        code, out, err = run(capsys, *arguments)
+        assert code in (1, 2)
+        assert out == ""
+        assert err.count("\n") == 1
+        assert_tame(err)
+
+
+def test_echo_keeps_columns_and_begins_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    from testtime.cli.console import echo
+
+    echo("a   b", "  c\td\x1b[31m\r\u2028e\nerror: f")
+    echo("for the others", err=True)
+    out, err = capsys.readouterr()
+    assert out == "a   b\n  c d\\x1b[31m e error: f\n"
+    assert err == "for the others\n"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_printable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
+) -> None:
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    monkeypatch.setenv("COLUMNS", "200")
+    stream = Stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with cli.progress(EVIL, every=0) as report:
+        for done in range(3):
+            report(done, 2, EVIL)
+    written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).replace("\r", "\n")
+    assert "[31m" in written  # shown, and not obeyed
+    assert "[/red]" in written
+    assert_tame(written)
+
+
+def test_answers_are_printable() -> None:
+    answer = Answer(EVIL, EVIL, 0.5, EVIL, 0.5, 0.0, 0.5, 1.0, 1.0, True, False)
+    assert "\n" not in tell(answer)
+    assert_tame(tell(answer))
+
+
+def test_summaries_of_networks_are_printable(network: Path) -> None:
+    summary = summarise(network)
+    plain = tell_summary(summary).count("\n")
+    summary |= {"file": EVIL, "classes": [EVIL], "task": EVIL, "architecture": {"name": EVIL, EVIL: EVIL}}
+    summary["augment"] = {"name": EVIL, EVIL: EVIL}
+    summary["training"]["recipe"] = {"method": EVIL, "batch": EVIL}
+    summary["training"]["data"] |= {"name": EVIL}
+    summary["training"]["hardware"] = {"device": EVIL}
+    assert tell_summary(summary).count("\n") == plain
+    assert_tame(tell_summary(summary))
+
+
+def test_the_command_of_a_run_is_kept_whatever_it_was(
+    network: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a\udc80  b\n"
+    code, said, err = run(
+        capsys, "eval", "-c", network, "--data", "digits", "--methods", "fixed", "--limit", "2", "--out", out
+    )
+    assert code == 0, err
+    assert_tame(said + err)
+    assert "  b" in json.loads((out / "run.json").read_text())["command"]
+    assert run(capsys, "report", out, "--out", tmp_path / "report")[0] == 0
+    assert (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
 
 
 # Predict and info ----------------------------------------------------------------------------------------------------
@@ -402,6 +499,26 @@ def test_info_counts_and_tells(capsys: pytest.CaptureFixture[str], network: Path
     assert code == 0
     for text in ("resnet26", f"{counts['encoder']:,}", "rotation", "joint, 1 epochs", "digits[48]", "mean 0.5"):
         assert text in out
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"epochs": 3},
+        {"epochs": "many"},
+        {"epochs": [1]},
+        {"epochs": [{"loss": "low", "test_error": []}], "configuration": 3, "seconds": "long", "hardware": "fast"},
+        {"epochs": [{}], "configuration": {"recipe": [], "data": {"count": "all", "name": "\x1b[31m\nerror: x"}}},
+    ],
+)
+def test_info_reads_odd_training_records(
+    record: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    resnet26(depth=8, channels=1, size=8).describe(record=record).save(tmp_path / "net")
+    assert cli.run(["info", str(tmp_path / "net")]) == 0
+    output = capsys.readouterr()
+    assert not output.err
+    assert all(line.isprintable() and not line.startswith("error") for line in output.out.splitlines())
 
 
 def test_info_reads_networks_that_only_their_owner_can_build(

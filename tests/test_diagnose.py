@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,7 +23,8 @@ from testtime.cli.diagnose import diagnose as command
 from testtime.data.corrupted import Corrupted
 from testtime.data.sets import TensorSet, TestSet
 from testtime.diagnose import Diagnosis, diagnose, diagnose_all, find_hints, find_reference, measure_reference
-from testtime.report.diagnosis import DiagnosisError, as_sections, read_diagnoses, render_page
+from testtime.report.diagnosis import DiagnosisError, as_sections, read_diagnoses, render_page, write_page
+from testtime.storage import FileError
 from testtime.verdict import Estimate, Reference, tell
 
 NAME = "digits-resnet8-gn-joint"
@@ -412,14 +414,112 @@ def test_the_page_stands_alone_and_escapes_names(net: tt.YNet) -> None:
     assert paragraphs[0] == found["verdict"]["headline"]
 
 
-def test_documents_of_something_else_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "file.json"
-    for content in ("{", "[]", "{}", '{"diagnoses": []}', '{"diagnoses": [{"verdict": 1}]}'):
-        file.write_text(content)
-        with pytest.raises(DiagnosisError, match="no document of diagnoses"):
-            read_diagnoses(file)
-    with pytest.raises(DiagnosisError, match="No such file"):
-        read_diagnoses(tmp_path / "none.json")
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"configuration": []},
+        {"configuration": {"data": "x"}},
+        {"configuration": {"data": {"name": ["digits"]}}},
+        {"configuration": {"data": {"name": "no such set"}}, "epochs": 3},
+        {"epochs": [1]},
+        {"epochs": [{"task": "x"}]},
+        {"epochs": [{"task": True}]},
+    ],
+)
+def test_odd_records_of_training_tell_nothing(record: dict[str, Any]) -> None:
+    net = tt.resnet26(depth=8, channels=1, size=16)
+    assert find_reference(net.describe(record=record)) is None
+
+
+AGREEMENT = {"cosine": 0.1, "cosine_error": None, "layers": {"stem": {"inner": 1.0, "cosine": 0.1}}}
+ENTRY: dict[str, Any] = {
+    "name": "digits",
+    "verdict": {"kind": "helps", "headline": "It helps.", "reasons": ["So."]},
+    "facts": {"task": "easy"},
+    "agreement": AGREEMENT,
+}
+DEEP: Any = {}
+for _ in range(400):
+    DEEP = {"a": DEEP}
+MALFORMED: dict[str, Any] = {
+    "empty": b"",
+    "cut short": b"{",
+    "nested deeply": b"[" * 100_000,
+    "NaN": b'{"diagnoses": NaN}',
+    "a list": [],
+    "an empty table": {},
+    "no diagnoses": {"diagnoses": []},
+    "a diagnosis that is a number": {"diagnoses": [1]},
+    "versions text": {"diagnoses": [ENTRY], "versions": "2"},
+    "hardware a list": {"diagnoses": [ENTRY], "hardware": []},
+    "network a table": {"diagnoses": [ENTRY], "network": {}},
+    "command a number": {"diagnoses": [ENTRY], "command": 1},
+    **{f"no {key}": {"diagnoses": [{k: v for k, v in ENTRY.items() if k != key}]} for key in ENTRY},
+    **{
+        f"{key}, {place}": {"diagnoses": [ENTRY | {key: value}]}
+        for place, (key, value) in enumerate(
+            (
+                ("name", 3),
+                ("verdict", "helps"),
+                ("verdict", {}),
+                ("verdict", ENTRY["verdict"] | {"kind": ["helps"]}),
+                ("verdict", ENTRY["verdict"] | {"headline": None}),
+                ("verdict", ENTRY["verdict"] | {"reasons": "So."}),
+                ("verdict", ENTRY["verdict"] | {"reasons": [1]}),
+                ("facts", []),
+                ("facts", {"task": 1}),
+                ("agreement", 3),
+                ("agreement", {}),
+                ("agreement", AGREEMENT | {"cosine": "x"}),
+                ("agreement", AGREEMENT | {"cosine": 10**400}),
+                ("agreement", AGREEMENT | {"cosine_error": "x"}),
+                ("agreement", AGREEMENT | {"layers": []}),
+                ("agreement", AGREEMENT | {"layers": {"stem": {}}}),
+                ("agreement", AGREEMENT | {"layers": {"stem": {"cosine": True}}}),
+                ("more", DEEP),
+            )
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["a pipe", "a folder", "missing", *MALFORMED])
+def test_malformed_documents(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "diagnosis.json"
+    if name == "a pipe":
+        os.mkfifo(path)
+    elif name == "a folder":
+        path.mkdir()
+    elif name != "missing":
+        content = MALFORMED[name]
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    with pytest.raises(DiagnosisError) as caught:
+        read_diagnoses(path)
+    assert isinstance(caught.value, FileError)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).isprintable()
+    arguments = ["report", str(tmp_path), "--out", str(tmp_path / "out"), "--diagnosis", str(path)]
+    assert run_command(arguments) == 1
+    assert capsys.readouterr().err == f"error: {caught.value}\n"
+
+
+def test_names_are_told_in_one_line(net: tt.YNet) -> None:
+    evil = "a\nerror: b\x1b[31m"
+    found = diagnose(net, make_set(evil, digits()[0]), reference=Reference(evil, 0.1), limit=40, trial=32)
+    assert all(line.isprintable() for line in tell(found).split("\n"))
+    assert not re.search("^error", tell(found), re.MULTILINE)
+
+
+def test_odd_names_do_no_harm_on_the_page(tmp_path: Path) -> None:
+    odd = ["$x^", "<img src=x onerror=alert(1)>", 'x" onload="alert(1)', "a\n\x1b[31mb\ud800", "n" * 200]
+    layers = {name: {"inner": 1.0, "cosine": 0.1} for name in odd}
+    entries = [ENTRY | {"name": name, "agreement": AGREEMENT | {"layers": layers}} for name in odd]
+    document = {"network": odd[1], "command": odd[3], "versions": {odd[1]: odd[1]}, "hardware": {odd[1]: odd[1]}}
+    page = write_page(document | {"diagnoses": entries}, tmp_path).read_text()
+    assert "<img" not in page
+    assert "\x1b" not in page
+    assert not re.search(r'<[^>"]*(?:"[^"]*"[^>"]*)*\sonload=', page)
+    assert read_diagnoses(tmp_path / "diagnosis.json")["diagnoses"] == entries
 
 
 def test_a_runs_page_takes_diagnoses_in(net: tt.YNet, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

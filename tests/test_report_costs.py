@@ -79,6 +79,20 @@ def test_what_is_not_measured_is_said(training: Any, engine: Any) -> None:
         assert "threshold |" not in text  # it needs the time of a look
 
 
+def test_a_damaged_file_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (costs.DOCUMENT, costs.TRAINING):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("{")
+    monkeypatch.chdir(tmp_path)
+    assert costs.main([]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {costs.TRAINING}: ")
+    assert said.count("\n") == 1
+    assert (tmp_path / costs.DOCUMENT).read_text() == "{"
+
+
 def test_the_document_says_what_the_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """After new results: python -m testtime.report.costs."""
     monkeypatch.chdir(ROOT)

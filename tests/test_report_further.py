@@ -226,7 +226,7 @@ def test_steps_and_copies(root: Path) -> None:
 
 def test_a_grid_needs_names_that_say_steps_and_copies(root: Path) -> None:
     make_file(root, FILES["steps"][0], {"fixed": (20, 10, 5), "other": (20, 10, 5)}, LEVEL_5[1:])
-    with pytest.raises(ResultsError, match="No method is called steps-S-copies-C among fixed, other"):
+    with pytest.raises(ResultsError, match=r"steps\.json: .*fixed, other"):
         tell_steps(read(root))
 
 
@@ -418,7 +418,7 @@ def test_the_command_of_a_training_on_photographs() -> None:
 @pytest.mark.parametrize("held", ["{", "[]", "{}", '{"seconds": 1, "epochs": []}', '{"seconds": 1, "epochs": [1]}'])
 def test_what_is_no_record_of_a_training_is_named(root: Path, held: str) -> None:
     (root / TRAININGS["gn-plain"]).write_text(held)
-    with pytest.raises(ResultsError, match=r"training-gn-plain\.json: not the record of a training"):
+    with pytest.raises(ResultsError, match=r"training-gn-plain\.json: "):
         read_trainings(root)
 
 

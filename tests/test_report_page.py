@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import html
 import json
 import re
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -161,6 +163,92 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert "&lt;b&gt;&amp;bold" in page
 
 
+MARKUP = "<script>alert(1)</script><img src=x onerror=alert(1)>"
+ODD_METHODS = (
+    "fixed",
+    "online",
+    "<img src=x onerror=alert(1)>",
+    "$\\frac{1}{$",
+    "a|b `c` *d* [e](javascript:alert(1)) ![f](x)",
+    "[red]bold[link]",
+    "--><svg onload=alert(1)>",
+    "[0]&lt;b&gt;",
+    "n" * 90,
+)
+ODD_SETS = ('x" onload="alert(1)/a', 'x" onload="alert(1)/b|c', "<b>folder</b>", "a[/red]b", "$x^", "digits-c/fog/5")
+
+
+class Elements(HTMLParser):
+    """Collects tags, and attributes that would run something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.running: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.running += [name for name, value in attrs if name.startswith("on") or "javascript:" in (value or "")]
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of which every name and text was chosen to do harm."""
+    path = tmp_path_factory.mktemp("odd") / f"run\n\x1b[31m{MARKUP.replace('/', '|')}"
+    plan = {
+        "methods": {name: {"mode": MARKUP, "settings": {MARKUP: MARKUP}} for name in ODD_METHODS},
+        "networks": {MARKUP: {"architecture": {MARKUP: "group"}, "fingerprint": MARKUP}},
+        "sets": dict.fromkeys(ODD_SETS, MARKUP),
+    }
+    units = {
+        (method, name, 0): make_columns([place != 0, True, False])
+        for place, method in enumerate(ODD_METHODS)
+        for name in ODD_SETS
+    }
+    made = make_run(path, units, plan)
+    held = json.loads((path / "run.json").read_text())
+    held |= {"title": MARKUP, "command": f"\x1b[31m\n{MARKUP}\ud800", "remarks": {MARKUP: MARKUP}}
+    held["hardware"] = {MARKUP: "\x1b]0;title\x07"}
+    (path / "run.json").write_text(json.dumps(held))
+    return made.path
+
+
+@pytest.mark.parametrize("source", ["folder", "summary"])
+def test_odd_names_do_no_harm(
+    odd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder, source: str
+) -> None:
+    publish([odd], tmp_path / "first", formats=("json",))
+    given = odd if source == "folder" else tmp_path / "first" / "summary.json"
+    words = tmp_path / "diagnosis.json"
+    entry = {"name": MARKUP, "verdict": {"kind": "helps", "headline": MARKUP, "reasons": [MARKUP]}, "facts": {}}
+    words.write_text(json.dumps({"diagnoses": [entry | {"agreement": None}]}))
+    out = tmp_path / "out"
+    assert cli.run(["report", str(given), "--out", str(out), "--diagnosis", str(words)]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert all(line.isprintable() for line in (*shown.out.splitlines(), *shown.err.splitlines()))
+    assert not recwarn.list
+    elements = Elements()
+    elements.feed((out / "index.html").read_text())
+    assert elements.running == []
+    assert elements.tags.count("script") == 1
+    assert elements.tags.count("img") == 0
+    assert "b" not in elements.tags
+    for file in (out / "figures").iterdir():
+        assert re.fullmatch(r"[\w-]{1,100}\.(svg|png)", file.name)
+        if file.suffix == ".svg":
+            tree = ElementTree.parse(file)
+            assert not [name for part in tree.iter() for name in part.attrib if name.startswith("on")]
+    tables = (out / "tables.md").read_text()
+    assert "<" not in tables
+    assert not re.search(r"(?<!\\)[\[`]", tables)
+    for block in tables.split("### ")[1:]:
+        lines = [line for line in block.splitlines() if line.startswith("|")]
+        assert len(lines) > 2
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
+    with (out / "tables.csv").open(newline="") as file:
+        assert {row["method"] for row in csv.DictReader(file)} == set(ODD_METHODS)
+
+
 def test_pictures_are_those_that_flipped(tmp_path: Path) -> None:
     count = 30
     fixed, online = np.ones(count, bool), np.ones(count, bool)
@@ -259,7 +347,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     ("arguments", "code", "text"),
     [
         (["RUN", "--format", "pdf"], 2, "`format` must be some of md, latex, csv, json, html, got 'pdf'"),
-        (["nowhere"], 1, "nowhere holds no run"),
+        (["nowhere"], 1, "nowhere: "),
         (["RUN", "RUN"], 1, "was given twice"),
         ([], 2, "Missing argument"),
     ],

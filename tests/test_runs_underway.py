@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -11,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
 
 from testtime import resnet26
-from testtime.runs import Plan, make_plan, open_run, run_plan, underway, workshop
+from testtime.networks import load
+from testtime.runs import Method, Plan, Unit, make_plan, open_run, run_plan, underway, workshop
 from testtime.runs import run as running
 from testtime.streams import Streams
 
@@ -143,9 +150,9 @@ def flip_last_bit(held: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (flip_last_bit, "it was altered"),
-        (lambda held: held[: len(held) // 2], "not what is left of streams"),
-        (lambda held: b"", "not what is left of streams"),
+        (flip_last_bit, "damaged"),
+        (lambda held: held[: len(held) // 2], "not a complete safetensors file"),
+        (lambda held: b"", "an empty file"),
         (lambda held: held.replace(b'\\"device\\": \\"cpu\\"', b'\\"device\\": \\"abc\\"'), ""),
     ],
     ids=["a bit", "half", "empty", "another device"],
@@ -173,6 +180,111 @@ def test_what_cannot_go_on_begins_anew(
     assert (said in caplog.text) if said else not caplog.text
 
 
+def seal(about: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
+    """A file as the first version wrote it, whatever its content."""
+    text = json.dumps(about)
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.numpy().tobytes())
+    return save(tensors, {"testtime-underway": text, "sha256": digest.hexdigest()})
+
+
+def unseal(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    with safe_open(file, framework="pt") as held:
+        about = json.loads(held.metadata()["testtime-underway"])
+        return about, {name: held.get_tensor(name).clone() for name in held.keys()}  # noqa: SIM118
+
+
+def shorten(tensors: dict[str, Tensor], which: Callable[[str], bool]) -> None:
+    tensors.update({name: tensor[:-1].clone() for name, tensor in tensors.items() if which(name)})
+
+
+def drop(tensors: dict[str, Tensor], which: Callable[[str], bool]) -> None:
+    for name in [name for name in tensors if which(name)]:
+        del tensors[name]
+
+
+MALFORMED: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], Any]] = {
+    "a shorter column": lambda about, tensors: shorten(tensors, lambda name: name == "1/label"),
+    "a shorter unit": lambda about, tensors: shorten(tensors, lambda name: name.startswith("1/")),
+    "other images": lambda about, tensors: tensors.update({"0/sample": tensors["0/sample"] + 1}),
+    "a column of another type": lambda about, tensors: tensors.update({"0/label": tensors["0/label"].long()}),
+    "a missing column": lambda about, tensors: drop(tensors, lambda name: name == "2/adapted"),
+    "no state": lambda about, tensors: drop(tensors, lambda name: name.startswith("state/")),
+    "a shorter state": lambda about, tensors: shorten(tensors, lambda name: name.startswith("state/")),
+    "seconds that are text": lambda about, tensors: about.update(seconds="x"),
+    "seconds without end": lambda about, tensors: about.update(seconds=10**400),
+    "units that are numbers": lambda about, tensors: about.update(units=[1, 2, 3]),
+    "a unit without a set": lambda about, tensors: about.update(units=[["online"]]),
+    "a unit whose set is a number": lambda about, tensors: about.update(units=[["online", 1, 0]]),
+    "a unit that leads out": lambda about, tensors: about.update(units=[["../..", "digits", 0]]),
+    "half a character": lambda about, tensors: about.update(units=[["\ud800", "digits", 0]]),
+}
+
+
+@pytest.mark.parametrize("name", ["as it was", "without a checksum", "a pipe", "a folder", *MALFORMED])
+def test_files_that_were_sealed_by_somebody_else(
+    plan: Plan,
+    undisturbed: dict[str, Any],
+    tmp_path: Path,
+    seen: list[int],
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(plan, tmp_path, progress=stop_late)
+    (file,) = kept(tmp_path)
+    about, tensors = unseal(file)
+    file.unlink()
+    if name in ("a pipe", "a folder"):
+        os.mkfifo(file) if name == "a pipe" else file.mkdir()
+    elif name == "without a checksum":
+        file.write_bytes(save(tensors, {"testtime-underway": json.dumps(about)}))
+    else:
+        MALFORMED.get(name, lambda about, tensors: None)(about, tensors)
+        file.write_bytes(seal(about, tensors))
+    seen.clear()
+    with caplog.at_level(logging.WARNING):
+        run = run_plan(plan, tmp_path)
+    goes_on = name in ("as it was", "without a checksum")
+    assert len(seen) < IMAGES if goes_on else len(seen) == IMAGES
+    assert (file.name in caplog.text) != goes_on
+    assert all(line.isprintable() for line in caplog.messages)
+    assert all_columns(tmp_path) == undisturbed
+    assert all(unit.seconds < 100 for unit in run.units)
+    assert not (tmp_path / underway.FOLDER).exists()
+
+
+def test_units_that_do_not_belong_together_begin_anew(
+    plan: Plan, undisturbed: dict[str, Any], tmp_path: Path, seen: list[int]
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(plan, tmp_path, progress=stop_late)
+    (file,) = kept(tmp_path)
+    about, tensors = unseal(file)
+    units = [Unit.of(*key) for key in about["units"]]
+    for wrong in ([*units, units[0]], [units[0], Unit.of("fixed", units[1].set_name, 0), units[2]]):
+        about["units"] = [[unit.method, unit.set_name, unit.seed] for unit in wrong]
+        shelf = underway.Shelf(tmp_path)
+        shelf._path(wrong).write_bytes(seal(about, tensors))
+    both = Plan(**vars(plan) | {"methods": (Method("fixed", "fixed"), *plan.methods)})
+    prepare_folder_of(both, tmp_path)
+    run = run_plan(both, tmp_path)
+    assert {title: found for title, found in all_columns(tmp_path).items() if title in undisturbed} == undisturbed
+    assert all(unit.about["counts"]["adapted"] == 0 for unit in run.units if unit.method == "fixed")
+
+
+def prepare_folder_of(plan: Plan, folder: Path) -> None:
+    """Make a run's folder that of another plan, whatever was begun there."""
+    path = folder / "run.json"
+    held = json.loads(path.read_text())
+    held["configuration"]["methods"] = {
+        method.name: method.describe(load(plan.networks["joint"])) for method in plan.methods
+    }
+    path.write_text(json.dumps(held))
+
+
 def test_a_full_disk_does_not_stop_streams(
     plan: Plan,
     undisturbed: dict[str, Any],
@@ -181,12 +293,12 @@ def test_a_full_disk_does_not_stop_streams(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def full(path: Path, content: bytes) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(underway, "write_whole", full)
+    monkeypatch.setattr(underway, "write_tensors", full)
     run_plan(plan, tmp_path)
-    assert "cannot be written ([Errno 28] No space left on device). A kill would cost" in caplog.text
+    assert "cannot be written (No space left on device)" in caplog.text
     assert all_columns(tmp_path) == undisturbed
 
 

@@ -112,15 +112,15 @@ CHOICE = (
 
 def dim_light(images: Tensor, draws: Draws) -> Tensor:
     """A fifth of the light, uint8 `(N, 1, H, W)`."""
-    return (images * 0.2).round().to(torch.uint8)
+    return (images.float() * 0.2).round().to(torch.uint8)
 
 
 def uneven_light(images: Tensor, draws: Draws) -> Tensor:
     """Gray paper that grows lighter towards a random side, one for each image; uint8 `(N, 1, H, W)`."""
     angle = draws.purpose("uneven light").uniform()[:, None, None] * (2 * math.pi)
-    ramp = torch.linspace(-1, 1, images.shape[-1])
+    ramp = torch.linspace(-1, 1, images.shape[-1], dtype=torch.float32, device="cpu")
     light = 0.5 + (angle.cos() * ramp[:, None] + angle.sin() * ramp) / math.sqrt(8)  # (N, H, W) in [0, 1]
-    return (images * 0.4 + 0.6 * 255 * light[:, None]).round().to(torch.uint8)
+    return (images.float() * 0.4 + 0.6 * 255 * light[:, None]).round().to(torch.uint8)
 
 
 LIGHTS: dict[str, Callable[[Tensor, Draws], Tensor]] = {"dim_light": dim_light, "uneven_light": uneven_light}
@@ -154,7 +154,7 @@ def shift_set(test_set: TestSet, shift: Shift, seed: int = 0) -> TestSet:
     """A test set under a shift, the same for the same seed."""
     if shift.severity is not None:
         return Corrupted(test_set, shift.kind, shift.severity, seed=seed, scale="imagenet")
-    draws = Draws.of(seed, torch.arange(len(test_set)))
+    draws = Draws.of(seed, torch.arange(len(test_set), device="cpu"))
     images = LIGHTS[shift.kind](test_set.images(slice(None)), draws)
     return TensorSet(f"{test_set.name}-{shift.kind}", images, test_set.labels, test_set.classes)
 

@@ -44,6 +44,7 @@ from testtime.analysis.correlation import (
 from testtime.analysis.gradients import Products, freeze
 from testtime.analysis.study import open_for
 from testtime.augment import CropFlip
+from testtime.capture import arithmetic
 from testtime.data.sets import DataError, TestSet
 from testtime.evaluate import stream_order
 from testtime.networks.ynet import YNet
@@ -114,23 +115,17 @@ def diagnose(
         if progress is not None:
             progress(done, count + trial, test_set.name)
 
-    found = look(net, task, test_set, numbers, labels, tell)
     chosen = _spread(count, trial) if test_set.ordered else stream_order(count, seed)[:trial]
-    stream = _try(learner, test_set, numbers[chosen], found.sight.pick(chosen), labels, lambda done: tell(count + done))
-    losses = found.sight.losses.mean(1)
-    turns = (found.sight.answers - found.sight.targets) % task.outputs  # (N, V): which way up the image is taken to be
-    consistent = (turns == turns[:, :1]).all(1)
+    with torch.inference_mode(False), arithmetic("fp32", next(net.parameters()).device):
+        found = look(net, task, test_set, numbers, labels, tell)
+        seen = found.sight.pick(chosen)
+        stream = _try(learner, test_set, numbers[chosen], seen, labels, lambda done: tell(count + done))
+        measured = _measure_task(found.sight, task, threshold)
     about: dict[str, Any] = {
         "name": test_set.name,
         "images": count,
-        "task_error": Estimate.of((turns != 0).double().mean(1)),
-        "task_loss": Estimate.of(losses),
+        **measured,
         "reference": reference,
-        "drift": _slope(losses),
-        "threshold": threshold,
-        "gated": float(gate(torch.exp(-found.sight.losses[:, 0]), threshold).double().mean()),
-        "consistent": float(consistent.double().mean()),
-        "upright": float((turns[consistent, 0] == 0).double().mean()) if consistent.any() else None,
         "hints": found.hints,
         "confident": found.confident,
         "agreement": found.agreement,
@@ -232,7 +227,7 @@ def find_hints(pictures: Tensor) -> Hints:
         return float(rows.int().cumprod(1).sum(1).double().mean()) / side
 
     width = max(1, side // 8)
-    ring = torch.ones(side, side, dtype=torch.bool)
+    ring = torch.ones(side, side, dtype=torch.bool, device="cpu")
     ring[width:-width, width:-width] = False
     wrong = []
     for half in (slice(0, None, 2), slice(1, None, 2)):
@@ -241,7 +236,7 @@ def find_hints(pictures: Tensor) -> Hints:
         patterns = torch.stack([mean.rot90(turn)[ring] for turn in range(4)])  # (4, P)
         patterns = patterns - patterns.mean()
         views = torch.stack([square[other].rot90(turn, (1, 2)) for turn in range(4)], dim=1)[:, :, ring]
-        wrong.append((views @ patterns.T).argmax(2) != torch.arange(4))
+        wrong.append((views @ patterns.T).argmax(2) != torch.arange(4, device="cpu"))
     margins = blank(0), blank(1), blank(2), blank(3)  # top, left, bottom, right
     return Hints(margins, float(torch.cat(wrong).double().mean()))
 
@@ -267,8 +262,10 @@ def find_reference(
     """
     if name is not None:
         return measure_reference(net, open_for(net, name, root), limit, name)
-    record = net.card.record
-    trained_on = record.get("configuration", {}).get("data", {}).get("name")
+    record: Any = net.card.record  # as its file has it, which may be anything
+    trained_on = record
+    for key in ("configuration", "data", "name"):
+        trained_on = trained_on.get(key) if isinstance(trained_on, dict) else None
     if isinstance(trained_on, str):
         options: dict[str, Any] = (
             {"size": net.card.size} if net.card.size is not None and trained_on != "cifar10" else {}
@@ -288,16 +285,32 @@ def measure_reference(net: YNet, test_set: TestSet, limit: int = LIMIT, source: 
     """How easy the task is on a set."""
     task = tasks.make(net.card.task)
     sights, pictures = [], []
-    with torch.no_grad():
-        still, device = freeze(net), next(net.parameters()).device
+    device = next(net.parameters()).device
+    with torch.no_grad(), arithmetic("fp32", device):
+        still = freeze(net)
         for _, images, _ in test_set.chunks(BATCH, _spread(len(test_set), min(limit, len(test_set)))):
             sights.append(see(still, task, images.to(device)))
             pictures.append(images.float().mean(1))
+        hints = find_hints(torch.cat(pictures))
     sight = Sight.join(sights)
     error = float((sight.answers != sight.targets).double().mean())
-    return Reference(
-        source or test_set.name, float(sight.losses.double().mean()), error, find_hints(torch.cat(pictures))
-    )
+    return Reference(source or test_set.name, float(sight.losses.double().mean()), error, hints)
+
+
+def _measure_task(sight: Sight, task: Task, threshold: float) -> dict[str, Any]:
+    """What a diagnosis says of the task on the images seen."""
+    losses = sight.losses.mean(1)
+    turns = (sight.answers - sight.targets) % task.outputs  # (N, V): which way up the image is taken to be
+    consistent = (turns == turns[:, :1]).all(1)
+    return {
+        "task_error": Estimate.of((turns != 0).double().mean(1)),
+        "task_loss": Estimate.of(losses),
+        "drift": _slope(losses),
+        "threshold": threshold,
+        "gated": float(gate(torch.exp(-sight.losses[:, 0]), threshold).double().mean()),
+        "consistent": float(consistent.double().mean()),
+        "upright": float((turns[consistent, 0] == 0).double().mean()) if consistent.any() else None,
+    }
 
 
 def _try(
@@ -334,13 +347,13 @@ def _try(
 
 def _spread(total: int, count: int) -> Tensor:
     """`count` of `total` numbers in even steps, rising."""
-    return torch.arange(count) * total // count
+    return torch.arange(count, device="cpu") * total // count
 
 
 def _slope(losses: Tensor) -> Estimate:
     """By how much a value rises along its whole length, by least squares."""
     values = losses.double()
-    place = torch.linspace(-0.5, 0.5, len(values), dtype=torch.float64)
+    place = torch.linspace(-0.5, 0.5, len(values), dtype=torch.float64, device="cpu")
     scatter = float(place @ place)
     slope = float(place @ values) / scatter
     rest = values - values.mean() - slope * place

@@ -134,7 +134,7 @@ def evaluate(
         raise ValueError(f"`limit` must be at least 0, got {limit}.")
     if shuffle and test_set.ordered:
         raise ValueError(f"{test_set.name} tests the order of its images: it cannot be shuffled.")
-    order = stream_order(len(test_set), seed) if shuffle else torch.arange(len(test_set))
+    order = stream_order(len(test_set), seed) if shuffle else torch.arange(len(test_set), device="cpu")
     return _walk(adapter, test_set, order[:limit], batch, progress)
 
 
@@ -197,7 +197,7 @@ def count_wrong(columns: Columns) -> int:
 
 def stream_order(count: int, seed: int) -> Tensor:
     """The shuffled order of `count` samples under a seed, int64 `(count,)`."""
-    return Draws.of(seed, torch.arange(count)).purpose("order").keys.argsort(stable=True)
+    return Draws.of(seed, torch.arange(count, device="cpu")).purpose("order").keys.argsort(stable=True)
 
 
 def error(records: Iterable[Record]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from testtime.adapters import Adapter, Episodic, Online
+from testtime.checks import is_number
 from testtime.data.pictures import SUFFIXES, fit_picture
 from testtime.data.sets import DataError
 from testtime.networks import ynet
 from testtime.networks.ynet import Card, CheckpointError, YNet
+from testtime.storage import error_text, printable
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _LUMA = (0.299, 0.587, 0.114)
@@ -59,10 +61,8 @@ def default_network() -> str:
     """
     names = ynet.shipped()
     if not names:
-        raise CheckpointError(
-            "No trained network ships with this version; train one (testtime train --data digits --out RUN) "
-            "and name its file (RUN/network.safetensors)."
-        )
+        remedy = "train one (testtime train --data digits --out RUN) and name its file (RUN/network.safetensors)"
+        raise CheckpointError(ynet.WEIGHTS, "no trained network is bundled with this version", remedy)
     return "cifar10-resnet26-gn-joint" if "cifar10-resnet26-gn-joint" in names else names[0]
 
 
@@ -75,7 +75,10 @@ def find_pictures(paths: Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
+            try:
+                inside = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
+            except OSError as error:
+                raise DataError(path, f"cannot be read ({error_text(error)})") from None
             if not inside:
                 raise DataError(path, "a folder without pictures")
             found += inside
@@ -104,7 +107,7 @@ def fit_for(card: Card, picture: str | Path) -> Tensor:
         raise ValueError("The network's card does not say which size of image it takes; net.describe(size=…) does.")
     image = fit_picture(picture, card.size, resize=card.size)
     if card.architecture.get("channels", 3) == 1:
-        luma = (image * torch.tensor(_LUMA).view(3, 1, 1)).sum(0, keepdim=True)
+        luma = (image * torch.tensor(_LUMA, dtype=torch.float32, device="cpu").view(3, 1, 1)).sum(0, keepdim=True)
         image = luma.round().clamp(0, 255).to(torch.uint8)
     return image
 
@@ -169,9 +172,10 @@ def _try_to_fit(card: Card, picture: Path, skip: Callable[[DataError], None] | N
 def tell(answer: Answer) -> str:
     """An answer in one line."""
     notes = "" if answer.adapted else "  (rolled back)" if answer.rolled_back else "  (not adapted)"
+    image, before, after = map(printable, (answer.image, answer.before, answer.after))
     return (
-        f"{answer.image}  {answer.before} {answer.before_probability:.1%} → "
-        f"{answer.after} {answer.after_probability:.1%}  {answer.change:+.1%}{notes}"
+        f"{image}  {before} {answer.before_probability:.1%} → "
+        f"{after} {answer.after_probability:.1%}  {answer.change:+.1%}{notes}"
     )
 
 
@@ -209,18 +213,24 @@ def summarise(source: str | Path) -> dict[str, Any]:
         "training": None,
     }
     epochs = card.record.get("epochs")
-    if epochs:
-        configuration = card.record.get("configuration", {})
+    if isinstance(epochs, list) and epochs:
+        configuration = _table(card.record.get("configuration"))
+        seconds = card.record.get("seconds")
         summary["training"] = {
-            "recipe": configuration.get("recipe"),
-            "data": configuration.get("data"),
+            "recipe": _table(configuration.get("recipe")),
+            "data": _table(configuration.get("data")),
             "epochs": len(epochs),
-            "last": epochs[-1],
-            "seconds": card.record.get("seconds"),
-            "versions": card.record.get("versions"),
-            "hardware": card.record.get("hardware"),
+            "last": _table(epochs[-1]),
+            "seconds": seconds if is_number(seconds) else None,
+            "versions": _table(card.record.get("versions")),
+            "hardware": _table(card.record.get("hardware")),
         }
     return summary
+
+
+def _table(value: Any) -> dict[str, Any]:
+    """A part of a training record, which is anybody's; empty where it is not a table."""
+    return value if isinstance(value, dict) else {}
 
 
 def prepare_adapter(net: YNet, online: bool = False, parallel: int = 1, **settings: Any) -> Adapter:
@@ -250,16 +260,21 @@ def tell_summary(summary: dict[str, Any]) -> str:
     if training is None:
         lines["training"] = "no record"
     else:
-        recipe, data, last = (training[key] or {} for key in ("recipe", "data", "last"))
-        test = f", test {last['test_error']:.2%}" if "test_error" in last else ""
+        recipe, data, last = (training[key] for key in ("recipe", "data", "last"))
+        test = f", test {_number(last, 'test_error', '.2%')}" if "test_error" in last else ""
         lines["training"] = (
             f"{recipe.get('method', '?')}, {training['epochs']} epochs, batch {recipe.get('batch', '?')}, "
             f"lr {recipe.get('lr', '?')}, seed {recipe.get('seed', '?')}"
         )
-        lines["data"] = f"{data.get('name', 'tensors')}, {data.get('count', 0):,} images"
-        lines["result"] = f"loss {last.get('loss', 0):.4f}, error {last.get('train_error', 0):.2%}{test}"
-        lines["cost"] = f"{training['seconds']:.0f} s on {(training['hardware'] or {}).get('device', '?')}"
-    return "\n".join(f"{key:<11}{value}" for key, value in lines.items())
+        lines["data"] = f"{data.get('name', 'tensors')}, {_number(data, 'count', ',')} images"
+        lines["result"] = f"loss {_number(last, 'loss', '.4f')}, error {_number(last, 'train_error', '.2%')}{test}"
+        lines["cost"] = f"{_number(training, 'seconds', '.0f')} s on {training['hardware'].get('device', '?')}"
+    return "\n".join(f"{key:<11}{printable(str(value))}" for key, value in lines.items())
+
+
+def _number(table: Mapping[str, Any], key: str, form: str) -> str:
+    value = table.get(key)
+    return format(value, form) if is_number(value) else "?"
 
 
 def _list(numbers: Sequence[float]) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from testtime.analysis.correlation import Agreement
+from testtime.storage import printable
 
 Kind = Literal["helps", "hurts", "little to gain", "trivial", "ill-defined", "unclear"]
 
@@ -285,7 +286,7 @@ def _direction(found: Diagnosis) -> int:
 
 def tell(found: Diagnosis) -> str:
     """A diagnosis in lines of words."""
-    head = f"{found.name}, {found.images:,} images\n{found.verdict.headline}"
+    head = f"{printable(found.name)}, {found.images:,} images\n{found.verdict.headline}"
     reasons = "".join(f"\n  – {reason}" for reason in found.verdict.reasons)
     return head + reasons + "".join(f"\n  {name:<12}{text}" for name, text in list_facts(found).items())
 
@@ -298,7 +299,7 @@ def list_facts(found: Diagnosis) -> dict[str, str]:
         usual = "not known: neither --reference nor the network's card tells"
     else:
         error = "" if known.task_error is None else f"error {known.task_error:.1%}, "
-        usual = f"{error}loss {known.task_loss:.2f} ({known.source})"
+        usual = f"{error}loss {known.task_loss:.2f} ({printable(known.source)})"
     upright = "" if found.upright is None else f", {found.upright:.0%} of them upright"
     lines = {
         "task": task,

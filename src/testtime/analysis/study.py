@@ -23,12 +23,21 @@ from torch import Tensor
 from testtime import data as datasets
 from testtime.analysis.correlation import BATCH, CONFIDENT, SINGLE, Correlation, gradient_correlation
 from testtime.capture import Precision
+from testtime.checks import (
+    Kind,
+    check_entries,
+    check_table,
+    is_number,
+    is_table,
+    is_table_of,
+    is_text,
+)
 from testtime.data import registry
 from testtime.data.sets import DerivedSet, OnBad, TensorSet, TestSet
 from testtime.ending import tell_stopped, was_interrupted
 from testtime.machine import describe_machine
 from testtime.networks.ynet import CheckpointError, YNet, load
-from testtime.storage import find_differences, write_whole
+from testtime.storage import FileError, find_differences, printable, read_json, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +46,23 @@ Told = Callable[[int, int, Correlation, float], None]
 _READ = 1000
 _FORMAT = 2  # 1 had no balance
 LUMA = (0.299, 0.587, 0.114)
+_STUDY: dict[str, Kind] = {"configuration": ("a table", is_table), "sets": ("tables", is_table_of(is_table))}
+_SET: dict[str, Kind] = {
+    "name": ("a text", is_text),
+    "fingerprint": ("a text", is_text),
+    **dict.fromkeys(
+        ("batch", "single", "stand_in_batch", "stand_in_single", "balance"),
+        ("an agreement or nothing", lambda value: _is_agreement(value)),
+    ),
+    **dict.fromkeys(
+        ("task_loss", "task_error", "entropy", "error", "loss", "confident", "confidence", "seconds", "images"),
+        ("a number or nothing", lambda value: _is_value(value)),
+    ),
+}
 
 
-class StudyError(ValueError):
-    """A file that is no study, or one of something else; the message says what."""
+class StudyError(FileError):
+    """A file that is no study of gradients, or one of something else."""
 
 
 def name_sets(patterns: Iterable[str]) -> list[str]:
@@ -105,7 +127,8 @@ class Gray(DerivedSet):
         return 1, *self.base.shape[1:]
 
     def _read(self, numbers: Tensor) -> Tensor:
-        luma = (self.base.images(numbers) * torch.tensor(LUMA).view(3, 1, 1)).sum(1, keepdim=True)
+        weights = torch.tensor(LUMA, dtype=torch.float32, device="cpu").view(3, 1, 1)
+        luma = (self.base.images(numbers) * weights).sum(1, keepdim=True)
         return luma.round().clamp(0, 255).to(torch.uint8)
 
 
@@ -152,10 +175,10 @@ def run_study(
     study = read_study(path) if path.exists() else {"configuration": configuration, "sets": {}}
     different = find_differences(study["configuration"], configuration)
     if different:
-        raise StudyError(f"{path} is another study ({'; '.join(different)}); write to another file.")
+        raise StudyError(path, f"another study ({'; '.join(different)})", "write to another file")
     for name, mark in marks.items():
         if study["sets"].get(name, {"fingerprint": mark}).get("fingerprint") != mark:
-            raise StudyError(f"{path} was made with other images of {name}; write to another file.")
+            raise StudyError(path, f"was made with other images of {name}", "write to another file")
     study |= describe_machine(next(net.parameters()).device)
     missing = {name: test_set for name, test_set in sets.items() if name not in study["sets"]}
     begin = time.perf_counter()
@@ -187,17 +210,27 @@ def read_study(path: str | Path) -> dict[str, Any]:
         StudyError: It is not there or no study.
     """
     try:
-        study = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StudyError(f"{path}: {error.strerror or 'cannot be read'}.") from None
+        study = read_json(path, 1 << 28)
+        check_table(study)
+        check_entries(study, _STUDY, list(_STUDY))
+        for entry in study["sets"].values():
+            check_entries(entry, _SET, ["stand_in_batch"])
+    except FileError as error:
+        raise StudyError(path, error.fault) from None
     except ValueError as error:
-        raise StudyError(f"{path}: not a study of gradients ({error}).") from None
-    sets = study.get("sets") if isinstance(study, dict) else None
-    if not isinstance(sets, dict) or not isinstance(study.get("configuration"), dict):
-        raise StudyError(f"{path}: not a study of gradients.")
-    if not all(isinstance(one, dict) and "stand_in_batch" in one for one in sets.values()):
-        raise StudyError(f"{path}: not a study of gradients.")
+        raise StudyError(path, f"not a study of gradients ({str(error).removesuffix('.')})") from None
     return study
+
+
+def _is_value(value: Any) -> bool:
+    """Whether a value is nothing or a number that can be computed with; a network may lead to large ones."""
+    return value is None or (is_number(value) and abs(value) < 1e40)
+
+
+def _is_agreement(value: Any) -> bool:
+    return value is None or (
+        is_table(value) and all(_is_value(one) for name, one in value.items() if name in ("inner", "cosine"))
+    )
 
 
 def _read_ahead(sets: dict[str, TestSet], limit: int | None) -> Iterator[tuple[str, TestSet]]:
@@ -243,7 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         true = "" if found.batch is None else f"inner {found.batch.inner:+.4g}  cosine {found.batch.cosine:+.3f}  "
         own = {"stand-in": found.stand_in_batch, "balance": found.balance}
         guess = "".join(f"{name} {one.cosine:+.3f}  " for name, one in own.items() if one is not None)
-        print(f"{done}/{total}  {found.name}  {true}{guess}{found.images:,} images  {seconds:.1f} s", flush=True)
+        name, images = printable(found.name), f"{found.images:,} images"
+        print(f"{done}/{total}  {name}  {true}{guess}{images}  {seconds:.1f} s", flush=True)
 
     try:
         net = load(options.checkpoint).to(options.device)
@@ -263,6 +297,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, CheckpointError, ValueError, OSError, RuntimeError, AssertionError) as error:
         if was_interrupted(error):
             return tell_stopped()
-        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        print(f"error: {printable(str(error)) or type(error).__name__}", file=sys.stderr)
         return 1
     return 0

@@ -20,6 +20,7 @@ except ModuleNotFoundError as missing:
 from testtime.cli import corrupt, data, demo, diagnose, evaluate, networks
 from testtime.cli.console import progress
 from testtime.ending import INTERRUPTED, run_process, tell_stopped, was_interrupted
+from testtime.storage import printable
 
 __all__ = ["app", "main", "progress", "run"]
 
@@ -81,14 +82,10 @@ def run(arguments: list[str]) -> int:
         if usage is not None:
             text, context = usage(), getattr(error, "ctx", None)
             hint = f" (see {context.command_path} --help)" if context is not None else ""
-            print(f"error: {_one_line(text)}{hint}", file=sys.stderr)
+            print(f"error: {printable(text)}{hint}", file=sys.stderr)
             return 2
-        print(f"error: {_one_line(str(error) or type(error).__name__)}", file=sys.stderr)
+        print(f"error: {printable(str(error) or type(error).__name__)}", file=sys.stderr)
         return 1
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _version(wanted: bool) -> None:

@@ -1,10 +1,11 @@
-"""What the commands share: errors that are bad arguments, progress, the choice of a device."""
+"""What the commands share: errors that are bad arguments, what is printed, progress, the choice of a device."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import typer
+
+from testtime.storage import printable
 
 # Options that say where and how something is run, and not what.
 _MACHINE = ("out", "device", "jobs", "ray", "together", "cache", "data_root")
@@ -39,6 +42,17 @@ def as_bad_arguments(*passing: type[Exception]) -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
+def echo(*lines: str, err: bool = False) -> None:
+    """Print lines; in each of them anything that would steer the terminal, or begin another line, is made visible.
+
+    Args:
+        *lines: The lines; their spaces stay, so that columns do.
+        err: Whether to print them on standard error.
+    """
+    for line in lines:
+        typer.echo(re.sub(r"[^ ]+", lambda word: printable(word[0]), line), err=err)
+
+
 class Report(Protocol):
     """What `progress` yields; it fits every progress callback of the library."""
 
@@ -57,17 +71,18 @@ def progress(title: str, every: float = 10.0) -> Iterator[Report]:
         title: What is going on.
         every: Seconds between two lines in a pipe.
     """
+    title = printable(title)
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
         )
         clock = _Clock()
         with Progress(*columns, console=Console(stderr=True)) as bar:
@@ -75,7 +90,7 @@ def progress(title: str, every: float = 10.0) -> Iterator[Report]:
 
             def show(done: int, total: int, text: str = "", /) -> None:
                 rate, _ = clock.measure(done, total)
-                bar.update(task, completed=done, total=total, rate=rate, text=text)
+                bar.update(task, completed=done, total=total, rate=rate, text=printable(text))
 
             yield show
         return
@@ -88,7 +103,7 @@ def progress(title: str, every: float = 10.0) -> Iterator[Report]:
         if done < max(total, 1) and time.monotonic() - last < every:
             return
         last = time.monotonic()
-        parts = [title, f"{done:,}/{total:,}", rate, left, text]
+        parts = [title, f"{done:,}/{total:,}", rate, left, printable(text)]
         print("  ".join(part for part in parts if part), file=sys.stderr, flush=True)
 
     yield write
@@ -131,8 +146,8 @@ def pick_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=name)
+        torch.empty(0, dtype=torch.float32, device=name)
     except (RuntimeError, AssertionError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise typer.BadParameter(f"cannot use {name!r}: {reason}", param_hint="--device") from None
     return name

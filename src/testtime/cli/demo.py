@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from testtime.cli.console import progress
+from testtime.cli.console import echo, progress
 
 
 def demo(
@@ -37,4 +37,4 @@ def demo(
     console = Console()
     for table in terminal(results, width=console.width):
         console.print(table)
-    typer.echo(f"{out / 'index.html'}: open it in a browser ({seconds:.0f} s)")
+    echo(f"{out / 'index.html'}: open it in a browser ({seconds:.0f} s)")

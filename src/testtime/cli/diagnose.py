@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from testtime.cli.console import Device, as_bad_arguments, pick_device, progress
+from testtime.cli.console import Device, as_bad_arguments, echo, pick_device, progress
 
 
 def diagnose(
@@ -76,13 +76,13 @@ def diagnose(
     name = checkpoint or default_network()
     net = load(name).to(place)
     if checkpoint is None:
-        typer.echo(f"network: {name} (another one: --checkpoint)", err=True)
+        echo(f"network: {name} (another one: --checkpoint)", err=True)
     with as_bad_arguments(datasets.DataError):
         on_bad = "skip" if on_bad_image == "skip" else None
         with progress("pictures") as looked:
             sets = [open_for(net, text, data_root, on_bad, looked) for text in name_sets(data)]
         for line in dict.fromkeys(line for one in sets for line in one.skipped):
-            typer.echo(f"left out: {line}", err=True)
+            echo(f"left out: {line}", err=True)
         known = find_reference(net, reference, data_root, limit)
         with progress("images") as report:
             found = diagnose_all(
@@ -106,11 +106,11 @@ def diagnose(
     if as_json:
         typer.echo(json.dumps(document, indent=1, allow_nan=False))
     else:
-        typer.echo("\n\n".join(tell(one) for one in found))
+        echo(*"\n\n".join(tell(one) for one in found).split("\n"))
     if out is not None:
         from testtime.report.diagnosis import write_page
 
-        typer.echo(f"{write_page(document, out)}: written", err=as_json)
+        echo(f"{write_page(document, out)}: written", err=as_json)
 
 
 def correlate(
@@ -132,5 +132,4 @@ def correlate(
     require()
     joined = join(study, runs, seed)
     publish(joined, out)
-    typer.echo(tell(joined))
-    typer.echo(f"{out}: written")
+    echo(*tell(joined).split("\n"), f"{out}: written")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from testtime.cli.console import Device, as_bad_arguments, name_folder, pick_device, progress
+from testtime.cli.console import Device, as_bad_arguments, echo, name_folder, pick_device, progress
 
 _EACH = "; METHOD=NUMBER for one method. May be repeated."
 
@@ -188,8 +188,7 @@ def evaluate(
         run = runs.run_plan(
             plan, out, device=place, command=command, together=together, jobs=jobs, ray=ray, progress=report
         )
-    typer.echo(runs.tell(run))
-    typer.echo(f"{out}: {len(run.units)} units")
+    echo(*runs.tell(run).split("\n"), f"{out}: {len(run.units)} units")
 
 
 def _read_networks(texts: list[str]) -> dict[str, str]:
@@ -263,6 +262,5 @@ def report(
     console = Console()
     for table in terminal(results, measure, paper, console.width):
         console.print(table)
-    for line in (*explain(results, measure), *results.notes):
-        typer.echo(line)
-    typer.echo(f"{out / 'index.html' if 'html' in chosen else out}: written")
+    place = out / "index.html" if "html" in chosen else out
+    echo(*explain(results, measure), *results.notes, f"{place}: written")

@@ -8,7 +8,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from testtime.cli.console import Device, as_bad_arguments, name_folder, pick_device, progress
+from testtime.checks import show
+from testtime.cli.console import Device, as_bad_arguments, echo, name_folder, pick_device, progress
+
+_SEEDS = 1000  # of a range: each is a network
 
 
 def train(
@@ -205,7 +208,7 @@ def train(
         nets = [setup.build(one) for one in each]
         if first:
             for line in setup.skipped:
-                typer.echo(f"left out: {line}", err=True)
+                echo(f"left out: {line}", err=True)
         report = stack.enter_context(progress("train")) if first else None
         train_together(
             [net.to(place) for net in nets],
@@ -219,7 +222,7 @@ def train(
         )
     if first:
         for net, folder in zip(nets, folders, strict=True):
-            typer.echo(f"{folder / 'network.safetensors'}: {tell(net.card.record['epochs'][-1])}")
+            echo(f"{folder / 'network.safetensors'}: {tell(net.card.record['epochs'][-1])}")
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -233,9 +236,10 @@ def _parse_seeds(text: str) -> list[int]:
     seeds: list[int] = []
     for word in text.split(","):
         low, _, high = word.strip().partition("-")
-        if not low.isdecimal() or not (high or low).isdecimal() or int(high or low) < int(low):
-            raise ValueError(f"`seeds` must be such as 0-2 or 0,3; got {text!r}.")
-        seeds.extend(range(int(low), int(high or low) + 1))
+        ends = [low, high or low]
+        if not all(end.isdecimal() and len(end) < 19 for end in ends) or not 0 <= int(ends[1]) - int(low) < _SEEDS:
+            raise ValueError(f"`seeds` must be such as 0-2 or 0,3; got {show(text)}.")
+        seeds.extend(range(int(low), int(ends[1]) + 1))
     return list(dict.fromkeys(seeds))
 
 
@@ -301,7 +305,7 @@ def predict(
     name = checkpoint or default_network()
     net = load(name).to(place)
     if checkpoint is None:
-        typer.echo(f"network: {name} (another one: --checkpoint)", err=True)
+        echo(f"network: {name} (another one: --checkpoint)", err=True)
     together = 16 if place.startswith("cuda") and not online else 1
     with as_bad_arguments():
         adapter = prepare_adapter(
@@ -311,7 +315,7 @@ def predict(
 
     def skip(fault: DataError) -> None:
         unread.append(str(fault))
-        typer.echo(f"error: {fault}", err=True)
+        echo(f"error: {fault}", err=True)
 
     answers = predict_pictures(adapter, net.card, pictures, together, skip)
     if as_json:
@@ -323,7 +327,7 @@ def predict(
         typer.echo(json.dumps({"network": name, "answers": found, "unread": unread}, indent=1))
     else:
         for answer in answers:
-            typer.echo(tell(answer))
+            echo(tell(answer))
     if unread:
         raise typer.Exit(1)
 
@@ -342,4 +346,5 @@ def info(
     from testtime.predict import summarise, tell_summary
 
     summary = summarise(checkpoint)
-    typer.echo(json.dumps(summary, indent=1) if as_json else tell_summary(summary))
+    text = json.dumps(summary, indent=1) if as_json else tell_summary(summary)
+    echo(*text.split("\n"))

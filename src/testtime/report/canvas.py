@@ -8,8 +8,10 @@ keeps its own in every figure.
 
 from __future__ import annotations
 
+import html
 import io
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -59,7 +61,8 @@ class Drawing:
     """A figure that is yet to be drawn.
 
     Attributes:
-        name: Its file's name, and what keeps the names inside it apart from those of other figures on a page.
+        name: Its file's name, and what keeps the names inside it apart from those of other figures on a page; letters,
+            digits and dashes.
         title: What it shows, for those who cannot see it.
         size: Width and height in inches.
         draw: Fills a figure.
@@ -105,9 +108,11 @@ class Drawing:
             "grid.linewidth": 0.7,
             "legend.frameon": False,
             "axes.unicode_minus": False,
+            "text.parse_math": False,  # a name may hold a dollar
         }
         metadata = {"Date": None, "Creator": None} if options["format"] == "svg" else {"Software": None}
-        with matplotlib.rc_context(style):
+        with matplotlib.rc_context(style), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a name may be too long, or in letters that no font here has
             figure = Figure(figsize=self.size, layout="constrained")
             self.draw(figure, tones)
             for axes in figure.axes:
@@ -121,13 +126,9 @@ class Drawing:
         svg = re.sub(r"font: ((?:bold |\d+ )*)([\d.]+px) [^;\"]*", _own_font, svg)
         opening, rest = svg.split(">", 1)
         opening = re.sub(r' (?:width|height)="[^"]*"', "", opening)  # the page decides
-        return f'{opening} role="img" aria-label="{_attribute(self.title)}">{rest}'
+        return f'{opening} role="img" aria-label="{html.escape(self.title)}">{rest}'
 
 
 def _own_font(found: re.Match[str]) -> str:
     weight = f"font-weight: {found[1].strip()}; " if found[1] else ""
     return f"{weight}font-size: {found[2]}"
-
-
-def _attribute(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")

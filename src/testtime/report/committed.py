@@ -89,7 +89,7 @@ def read(root: Path = Path()) -> Findings:
     _check_fixed(results.runs[0], (*results.runs[1:], *part.runs))
     trainings = read_trainings(root)
     if "gn-joint" not in trainings:
-        raise ResultsError(f"{root / TRAINING} is missing.")
+        raise ResultsError(root / TRAINING, "no such file")
     gradients, stand_ins = (
         {
             "episodic": join(root / study, [root / STANDARD, root / PART]),
@@ -155,4 +155,4 @@ def _check_fixed(first: Run, others: Sequence[Run]) -> None:
                 continue
             whole, here = known.get(unit.set_name), unit.verdicts()
             if whole is None or not np.array_equal(whole.right[np.isin(whole.samples, here.samples)], here.right):
-                raise ResultsError(f"{run.path}: {BASELINE} on {unit.set_name} is not what {first.path} has.")
+                raise ResultsError(run.path, f"{BASELINE} on {unit.set_name} is not what {first.path} has")

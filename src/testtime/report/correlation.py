@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from testtime.analysis.study import read_study
+from testtime.checks import show
 from testtime.randomness import Draws
 from testtime.report.canvas import Drawing
 from testtime.report.results import BASELINE, MEAN, Results, collect, method_title
@@ -24,7 +25,7 @@ from testtime.report.run_figures import draw_correlation
 from testtime.report.sources import ResultsError
 from testtime.report.statistics import ROUNDS, Interval, fit_line, interval_of
 from testtime.runs import open_runs
-from testtime.storage import write_whole
+from testtime.storage import printable, write_whole
 
 PAPER: Mapping[str, float] = {"episodic": 0.93, "online": 0.89}
 """The paper's correlation of the inner product, by batch, with the improvement."""
@@ -124,9 +125,10 @@ def join(study: str | Path, runs: Sequence[str | Path], seed: int = 0) -> Joined
         if (BASELINE, name) in errors and all((method, name) in errors for method in adapting)
     ]
     if not adapting or BASELINE not in results.methods:
-        raise ResultsError("The runs must have fixed, and one of episodic and online.")
+        fault = "has no fixed" if adapting else "has neither episodic nor online"
+        raise ResultsError(results.runs[0].path, fault, "give the runs of both, on the same sets")
     if len(names) < 3:
-        raise ResultsError(f"A line needs at least 3 sets that the study and the runs share, got {len(names)}.")
+        raise ResultsError(study, f"a line needs at least 3 sets that the runs have as well, not {len(names)}")
     values = {key: np.array([_value(found["sets"][name], key) for name in names]) for key in PREDICTORS}
     improvements = {
         method: np.array([errors[BASELINE, name] - errors[method, name] for name in names]) for method in adapting
@@ -138,14 +140,19 @@ def join(study: str | Path, runs: Sequence[str | Path], seed: int = 0) -> Joined
         if (fit := _fit(key, method, values[key], improvements[method], seed)) is not None
     ]
     left = sorted(set(found["sets"]) - set(names))
-    notes = [f"{len(left)} sets of the study are not in the runs: {', '.join(left[:3])}…"] if left else []
+    notes = [f"{len(left)} sets of the study are not in the runs: {printable(', '.join(left[:3]))}…"] if left else []
     return Joined(tuple(names), values, improvements, tuple(fits), tuple(notes))
 
 
 def bootstrap_correlation(x: np.ndarray, y: np.ndarray, seed: int = 0, rounds: int = ROUNDS) -> Interval:
     """The 95% interval of Pearson's r of points `(N,)`, by drawing points again with replacement."""
     count = len(x)
-    drawn = Draws.of(seed, torch.arange(rounds)).purpose("bootstrap correlation").integers(count, count).numpy()
+    drawn = (
+        Draws.of(seed, torch.arange(rounds, device="cpu"))
+        .purpose("bootstrap correlation")
+        .integers(count, count)
+        .numpy()
+    )
     xs, ys = x[drawn], y[drawn]  # (rounds, N)
     xs, ys = xs - xs.mean(1, keepdims=True), ys - ys.mean(1, keepdims=True)
     scale = np.sqrt((xs**2).sum(1) * (ys**2).sum(1))
@@ -226,7 +233,7 @@ def _check_network(study: Mapping[str, Any], results: Results) -> None:
         joint = networks.get("joint") if isinstance(networks, Mapping) else None
         mark = joint.get("fingerprint") if isinstance(joint, Mapping) else None
         if isinstance(mark, str) and mark != own:
-            raise ResultsError(f"{run.path} is of network {mark}, the study of network {own}.")
+            raise ResultsError(run.path, f"is of network {mark}, the study of network {show(own)}")
 
 
 def _value(entry: Mapping[str, Any], key: str) -> float:

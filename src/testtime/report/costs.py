@@ -8,7 +8,6 @@ been measured is said to be so. With `--check` nothing is written; the exit code
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import textwrap
@@ -16,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from testtime.storage import write_whole
+from testtime.storage import printable, read_json, write_whole
 
 BEGIN, END = "<!-- begin: results/photographs-h200.json, results/engine-h200.json -->", "<!-- end -->"
 TRAINING, ENGINE = Path("results/photographs-h200.json"), Path("results/engine-h200.json")
@@ -192,7 +191,7 @@ def update(document: str, training: Document | None, engine: Document | None) ->
 
 def read(path: Path) -> Document | None:
     """A results file, or None where there is none."""
-    return json.loads(path.read_text()) if path.is_file() else None
+    return read_json(path) if path.is_file() else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -200,8 +199,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Work out ImageNet's costs from the results files.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if not current")
     check = parser.parse_args(arguments).check
-    text = DOCUMENT.read_text()
-    wanted = update(text, read(TRAINING), read(ENGINE))
+    try:
+        text = DOCUMENT.read_text(encoding="utf-8")
+        wanted = update(text, read(TRAINING), read(ENGINE))
+    except (OSError, ValueError) as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return 1
     if check:
         return int(wanted != text)
     write_whole(DOCUMENT, wanted)

@@ -10,8 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from testtime.checks import (
+    Kind,
+    check_entries,
+    check_table,
+    is_list_of,
+    is_number,
+    is_table,
+    is_table_of,
+    is_text,
+)
 from testtime.report.canvas import Drawing, Tones, colour_of
-from testtime.storage import write_whole
+from testtime.report.pages import open_template
+from testtime.storage import FileError, printable, read_json, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,8 +31,31 @@ _TONES = {"helps": "online", "little to gain": "fixed", "unclear": "fixed"}  # t
 _WARNING = "#b3541e"
 
 
-class DiagnosisError(ValueError):
-    """A file that holds no diagnoses; the message says why."""
+class DiagnosisError(FileError):
+    """A file that holds no diagnoses."""
+
+
+_TEXT: Kind = ("a text", is_text)
+_TEXTS: Kind = ("a table of texts", is_table_of(is_text))
+_DOCUMENT: dict[str, Kind] = {
+    "network": _TEXT,
+    "command": _TEXT,
+    "versions": ("a table", is_table),
+    "hardware": ("a table", is_table),
+    "diagnoses": ("tables, at least one", lambda value: is_list_of(is_table)(value) and bool(value)),
+}
+_ENTRY: dict[str, Kind] = {
+    "name": _TEXT,
+    "verdict": ("a table", is_table),
+    "facts": _TEXTS,
+    "agreement": ("a table or nothing", lambda value: value is None or is_table(value)),
+}
+_VERDICT: dict[str, Kind] = {"kind": _TEXT, "headline": _TEXT, "reasons": ("texts", is_list_of(is_text))}
+_AGREEMENT: dict[str, Kind] = {
+    "cosine": ("a number", is_number),
+    "cosine_error": ("a number or nothing", lambda value: value is None or is_number(value)),
+    "layers": ("tables with a cosine", is_table_of(lambda value: is_table(value) and is_number(value.get("cosine")))),
+}
 
 
 def read_diagnoses(path: str | Path) -> dict[str, Any]:
@@ -31,18 +65,19 @@ def read_diagnoses(path: str | Path) -> dict[str, Any]:
         DiagnosisError: It is not there, or no such document.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DiagnosisError(f"{path}: {error.strerror or 'cannot be read'}.") from None
+        found = read_json(path, 1 << 26)
+        check_table(found)
+        check_entries(found, _DOCUMENT, ["diagnoses"])
+        for entry in found["diagnoses"]:
+            check_entries(entry, _ENTRY, list(_ENTRY))
+            check_entries(entry["verdict"], _VERDICT, list(_VERDICT))
+            if entry["agreement"] is not None:
+                check_entries(entry["agreement"], _AGREEMENT, list(_AGREEMENT))
+    except FileError as error:
+        raise DiagnosisError(path, error.fault) from None
     except ValueError as error:
-        raise DiagnosisError(f"{path}: no document of diagnoses ({error}).") from None
-    entries = found.get("diagnoses") if isinstance(found, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise DiagnosisError(f"{path}: no document of diagnoses.")
-    for entry in entries:
-        verdict = entry.get("verdict") if isinstance(entry, dict) else None
-        if not isinstance(verdict, dict) or not isinstance(entry.get("facts"), dict):
-            raise DiagnosisError(f"{path}: no document of diagnoses.")
+        fault = f"no document of diagnoses ({str(error).removesuffix('.')})"
+        raise DiagnosisError(path, fault, "write one with testtime diagnose --out") from None
     return found
 
 
@@ -59,26 +94,18 @@ def write_page(document: Mapping[str, Any], out: str | Path) -> Path:
     folder = Path(out)
     page = render_page(document)
     write_whole(folder / "diagnosis.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
-    write_whole(folder / "index.html", page)
+    write_whole(folder / "index.html", page.encode(errors="backslashreplace"))
     return folder / "index.html"
 
 
 def render_page(document: Mapping[str, Any]) -> str:
     """The page as text."""
-    import jinja2
     from markupsafe import Markup
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     entries = document["diagnoses"]
     drawing = draw_agreement(entries)
     layers = [draw_layers(entry, place) for place, entry in enumerate(entries)]
-    return environment.get_template("diagnosis.html").render(
+    return open_template("diagnosis.html").render(
         document=document,
         entries=list(zip(entries, [None if one is None else Markup(one.svg()) for one in layers], strict=True)),
         agreement=None if drawing is None else Markup(drawing.svg()),
@@ -108,7 +135,9 @@ def draw_agreement(entries: Sequence[Mapping[str, Any]]) -> Drawing | None:
             axes.hlines(place, own["cosine"] - half, own["cosine"] + half, color=colour, linewidth=1.8)
             axes.plot(own["cosine"], place, marker="o", markersize=7, color=colour)
         axes.axvline(0, color=tones.ink, linewidth=0.8)
-        axes.set_yticks(range(len(known)), [f"{entry['name']}: {entry['verdict']['kind']}" for entry in known])
+        axes.set_yticks(
+            range(len(known)), [printable(f"{entry['name']}: {entry['verdict']['kind']}") for entry in known]
+        )
         axes.set_ylim(len(known) - 0.4, -0.6)
         axes.set_xlabel("cosine of the two tasks' gradients, predictions in place of labels")
         axes.grid(axis="x")
@@ -128,8 +157,11 @@ def draw_layers(entry: Mapping[str, Any], place: int = 0) -> Drawing | None:
         cosines = [own["layers"][name]["cosine"] for name in names]
         axes.bar(range(len(names)), cosines, 0.7, color=colour_of("online"))
         axes.axhline(0, color=tones.ink, linewidth=0.8)
-        axes.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor")
+        axes.set_xticks(
+            range(len(names)), [printable(name) for name in names], rotation=60, ha="right", rotation_mode="anchor"
+        )
         axes.set_ylabel("cosine")
         axes.grid(axis="y")
 
-    return Drawing(f"layers-{place}", f"{entry['name']}: agreement by layer of the encoder", (7.2, 2.6), draw)
+    title = f"{printable(entry['name'])}: agreement by layer of the encoder"
+    return Drawing(f"layers-{place}", title, (7.2, 2.6), draw)

@@ -9,7 +9,6 @@ from testtime.report.documents import bullets, link, table, wrap
 from testtime.report.paper import PAPER_NAMES, Measure
 from testtime.report.results import MEAN, ORIGINAL, Results, Table, column_title, method_title
 from testtime.report.run_tables import explain, markdown
-from testtime.report.sources import ResultsError
 
 
 def tell_means(found: Findings) -> str:
@@ -105,11 +104,11 @@ def paper_value(one: Table, method: str, column: str) -> float:
     """The paper's error for a cell.
 
     Raises:
-        ResultsError: It has none.
+        ValueError: It has none.
     """
     value = one.paper_value(method, column, "error")
     if value is None:
-        raise ResultsError(f"The paper has no {column} of {method} at level {one.level}.")
+        raise ValueError(f"The paper has no {column} of {method} at level {one.level}.")
     return value
 
 

@@ -198,7 +198,7 @@ def _signed_row(values: Sequence[float] | np.ndarray) -> list[str]:
 def _stream(results: Results, name: str) -> dict[str, np.ndarray]:
     found = stream_verdicts(results, name)
     if not found:
-        raise ResultsError(f"The order of the stream of {name} is not known.")
+        raise ResultsError(results.runs[0].path, f"the order of the stream of {name} is not known")
     return found
 
 

@@ -177,7 +177,7 @@ def _tenths(results: Results, method: str, name: str) -> list[float]:
     """The error in percent over each tenth of a set that is its own order."""
     found = results.sources.get((method, name))
     if not found:
-        raise ResultsError(f"{method} was not run on {name}.")
+        raise ResultsError(results.runs[0].path, f"{method} was not run on {name}")
     right = np.mean([source.unit.verdicts().right for source in found], axis=0)
     return [100 - 100 * float(part.mean()) for part in np.array_split(right, 10)]
 
@@ -247,7 +247,7 @@ def tell_steps(found: Findings) -> str:
         return tell_absence("steps")
     top = part.results.tables[0]
     column = MEAN if MEAN in top.columns else top.shifted[0]
-    grid = read_grid(top.rows)
+    grid = read_grid(part.files[0], top.rows)
     costs = find_costs(found.parts, part.results, [BASELINE, *grid.values()])
     shown = {"mean error in %": {method: f"{row[column].error:.2f}" for method, row in top.rows.items()}}
     if costs is not None:
@@ -268,15 +268,15 @@ def tell_steps(found: Findings) -> str:
     return "\n\n".join([*tables, wrap(words), tell_origin(part)])
 
 
-def read_grid(methods: Sequence[str] | Mapping[str, object]) -> dict[tuple[int, int], str]:
-    """Methods called `steps-S-copies-C` by steps and copies.
+def read_grid(file: Path, methods: Sequence[str] | Mapping[str, object]) -> dict[tuple[int, int], str]:
+    """Methods of a file called `steps-S-copies-C` by steps and copies.
 
     Raises:
         ResultsError: There is none.
     """
     found = {(int(m[1]), int(m[2])): m[0] for name in methods if (m := re.fullmatch(r"steps-(\d+)-copies-(\d+)", name))}
     if not found:
-        raise ResultsError(f"No method is called steps-S-copies-C among {', '.join(methods)}.")
+        raise ResultsError(file, f"no method is called steps-S-copies-C among {', '.join(methods)}")
     return dict(sorted(found.items()))
 
 

@@ -44,7 +44,7 @@ from testtime.report.run_figures import (
     draw_streams,
 )
 from testtime.report.sources import ResultsError
-from testtime.storage import write_whole
+from testtime.storage import printable, write_whole
 
 DOCUMENT = Path("docs/results.md")
 BARS, LINES = Path("docs/cifar10-level-5.svg"), Path("docs/cifar10-levels.svg")
@@ -97,7 +97,7 @@ def draw_figures(found: Findings) -> dict[Path, Drawing]:
     flips = draw_flips(_only(top, "fixed", "episodic", "online"))
     streams = draw_streams(found.results, replace(top, columns=tuple(name for name in STREAMED if name in top.columns)))
     if flips is None or streams is None:
-        raise ResultsError("There are no streams of fixed and online at level 5.")
+        raise ResultsError(found.results.runs[0].path, "there are no streams of fixed and online at level 5")
     figures = {
         BARS: draw_bars(_only(top, "plain", "fixed", "episodic", "online"), paper=True),
         LINES: draw_levels([_only(each, "plain", "fixed", "online", "alp") for each in levels.values()], paper=True),
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path, svg in figures.items():
             write_whole(path, svg)
     except (OSError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
     return int(options.check and not current)
 

@@ -6,7 +6,6 @@ are missing was not run yet, and the document says so.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from testtime.report.sources import ResultsError, compare_methods, read_verdicts
 from testtime.report.statistics import Interval, bootstrap_means, interval_of
 from testtime.runs import Run, open_runs
 from testtime.runs.units import Verdicts
+from testtime.storage import FileError, read_json
 
 FOLDER, PICTURES = Path("results/cifar10"), Path("results/imagenette")
 
@@ -108,7 +108,7 @@ def read_parts(main: Sequence[Run], root: Path = Path()) -> dict[str, Part]:
         if name == "costs":
             seconds = time_methods(own)
             if BASELINE not in seconds:
-                raise ResultsError(f"{root / there[0]}: {BASELINE} was not timed.")
+                raise ResultsError(root / there[0], f"{BASELINE} was not timed")
             parts[name] = Part(Results(own, (), {}, seconds, ()), there, tuple(own))
             continue
         beside = [restrict(run, own, _BESIDE.get(name, ())) for run in main]
@@ -139,15 +139,17 @@ def read_trainings(root: Path = Path()) -> dict[str, Mapping[str, Any]]:
         if not (root / file).exists():
             continue
         try:
-            held = json.loads((root / file).read_text(encoding="utf-8"))
+            held = read_json(root / file)
             records = {f"uda {key}": one for key, one in held.items()} if name == "uda" else {name: held}
             if not all(record["seconds"] > 0 and record["epochs"] for record in records.values()):
                 raise ValueError("nothing was trained")
             methods = {record["configuration"]["recipe"]["method"] for record in records.values()}
+        except FileError as error:
+            raise ResultsError(root / file, error.fault) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ResultsError(f"{root / file}: not the record of a training ({error}).") from None
+            raise ResultsError(root / file, f"not the record of a training ({error})") from None
         if name == "uda" and methods != {"uda"}:
-            raise ResultsError(f"{root / file}: not records of UDA-SS.")
+            raise ResultsError(root / file, "not records of UDA-SS")
         found |= records
     return found
 
@@ -189,7 +191,7 @@ def find_costs(parts: Mapping[str, Part], results: Results, methods: Sequence[st
     known, wanted = (find_methods(one) for one in (timed.results, results))
     for method in methods:
         if not is_same_method(known[method], wanted[method]):
-            raise ResultsError(f"{timed.files[0]}: its {method} has other settings than that of the results.")
+            raise ResultsError(timed.files[0], f"its {method} has other settings than that of the results")
     return {method: timed.results.seconds[method] for method in methods}
 
 
@@ -223,7 +225,7 @@ def compare(results: Results, one: str, two: str, names: Sequence[str]) -> tuple
     for name in names:
         first, second = (read_verdicts((method, name), results.sources[method, name]) for method in (one, two))
         if samples is not None and not np.array_equal(samples, first.samples):
-            raise ResultsError(f"{name} is of other images than {names[0]}.")
+            raise ResultsError(results.runs[0].path, f"{name} is of other images than {names[0]}")
         samples = first.samples
         gaps.append(100 * (second.share - first.share))
     gap = np.mean(gaps, axis=0)

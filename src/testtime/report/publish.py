@@ -80,11 +80,11 @@ def publish(
         require()
     results = collect([found for run in runs for found in ([run] if isinstance(run, Run) else open_runs(run))], seed)
     if "md" in formats:
-        write_whole(folder / "tables.md", markdown(results, measure, paper))
+        _write(folder / "tables.md", markdown(results, measure, paper))
     if "latex" in formats:
-        write_whole(folder / "tables.tex", latex(results, measure, paper))
+        _write(folder / "tables.tex", latex(results, measure, paper))
     if "csv" in formats:
-        write_whole(folder / "tables.csv", as_csv(results, measure))
+        _write(folder / "tables.csv", as_csv(results, measure))
     if "json" in formats:
         write_summary(folder / "summary.json", results.runs)
     if "html" in formats:
@@ -93,7 +93,7 @@ def publish(
 
         drawings = list(draw_all(results, measure, paper))
         for place, (_, _, drawing) in enumerate(drawings):
-            write_whole(folder / "figures" / f"{drawing.name}.svg", drawing.svg(inline=False))
+            _write(folder / "figures" / f"{drawing.name}.svg", drawing.svg(inline=False))
             write_whole(folder / "figures" / f"{drawing.name}.png", drawing.png())
             if progress is not None:
                 progress(place + 1, len(drawings) + 1, drawing.title)
@@ -107,7 +107,12 @@ def publish(
             seed=seed,
             command=command,
         )
-        write_whole(folder / "index.html", page)
+        _write(folder / "index.html", page)
         if progress is not None:
             progress(len(drawings) + 1, len(drawings) + 1, "index.html")
     return results
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a text, whole or not at all; a file's name in it may not be Unicode."""
+    write_whole(path, text.encode(errors="backslashreplace"))

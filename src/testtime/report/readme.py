@@ -9,7 +9,6 @@ what the results say.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from testtime.report.documents import table, update, wrap
 from testtime.report.results import MEAN, Results, collect, column_short, column_title, method_title
 from testtime.report.run_figures import draw_bars
 from testtime.runs import open_runs
-from testtime.storage import write_whole
+from testtime.storage import printable, read_json, write_whole
 
 README, DEMO = Path("README.md"), Path("docs/demo.md")
 RESULTS, PICTURE = Path("results/digits-demo.json"), Path("docs/demo.svg")
@@ -194,7 +193,7 @@ def tell_demo(results: Results) -> str:
 def read_files(files: Sequence[Path], root: Path = Path()) -> dict[str, Any]:
     """The contents of JSON files that are there, by name."""
     there = [file for file in files if (root / file).exists()]
-    return {str(file): json.loads((root / file).read_text(encoding="utf-8")) for file in there}
+    return {str(file): read_json(root / file) for file in there}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -211,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         current = update(parts, check)
     except (OSError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
     if check:
         return int(not current)

@@ -26,6 +26,7 @@ from testtime.report.sources import (
 )
 from testtime.report.statistics import Interval, bootstrap_means, holm, interval_of, sign_test, spread
 from testtime.runs import Run
+from testtime.storage import printable
 
 BASELINE = "fixed"
 SIGNIFICANT = 0.05
@@ -178,17 +179,17 @@ def original_of(family: str) -> str:
 
 def column_title(key: str) -> str:
     """A column's name in words."""
-    return key.replace("_", " ") if key in ABBREVIATIONS else key
+    return key.replace("_", " ") if key in ABBREVIATIONS else printable(key)
 
 
 def column_short(key: str) -> str:
     """A column's name as the paper's tables shorten it."""
-    return ABBREVIATIONS.get(key, key)
+    return ABBREVIATIONS.get(key) or printable(key)
 
 
 def method_title(method: str) -> str:
     """A method's name with the paper's beside it."""
-    return f"{method} ({PAPER_NAMES[method]})" if method in PAPER_NAMES else method
+    return f"{method} ({PAPER_NAMES[method]})" if method in PAPER_NAMES else printable(method)
 
 
 def collect(runs: Sequence[Run], seed: int = 0) -> Results:

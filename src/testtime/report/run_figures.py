@@ -5,6 +5,8 @@ Each function takes results (or plain arrays) and gives a `Drawing`, which makes
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -372,8 +374,12 @@ def _stream_length(results: Results, table: Table, column: str) -> int:
 
 
 def _slug(table: Table) -> str:
+    """A table's name in letters, digits and dashes, for files and for what is named inside of a figure."""
     name = table.family or "sets"
-    return f"{name}-{table.level}".replace(".", "-") if table.level is not None else name.replace(".", "-")
+    plain = re.sub(r"[^A-Za-z0-9_-]", "-", name)
+    if plain != name.replace(".", "-") or len(plain) > 60:
+        plain = f"{plain[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return plain if table.level is None else f"{plain}-{table.level}"
 
 
 def _hide_rest(grid: np.ndarray, count: int, across: int) -> None:

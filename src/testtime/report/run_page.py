@@ -7,10 +7,10 @@ style that all pages share.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from testtime.report.canvas import Drawing, colour_of
+from testtime.report.pages import open_template
 from testtime.report.paper import PAPER_NAMES, Measure
 from testtime.report.results import (
     BASELINE,
@@ -69,16 +69,8 @@ def render_run_page(
         seed: The seed of the intervals, for the record.
         command: What made the page, for the record.
     """
-    import jinja2
     from markupsafe import Markup
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     samples, samples_note = pick_samples(results, results.tables[0], places)
     notes = [*results.notes, *_paper_notes(results, paper)]
     parts = [
@@ -97,7 +89,7 @@ def render_run_page(
         }
         for table in results.tables
     ]
-    return environment.get_template("run.html").render(
+    return open_template("run.html").render(
         words=tell(results, measure),
         sections=words,
         cards=_cards(results, measure, paper),

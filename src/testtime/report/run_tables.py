@@ -8,6 +8,7 @@ seventeen columns do not fit. CSV has a line for each number with everything kno
 from __future__ import annotations
 
 import csv
+import html
 import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from testtime.report.results import (
     column_title,
     method_title,
 )
+from testtime.storage import printable
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -124,8 +126,9 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    # What would end a cell, begin emphasis or be taken for HTML.
-    for sign in "\\|*_<`":
+    # What would end a cell, begin emphasis, a link or a formula, or be taken for HTML.
+    text = html.escape(printable(text), quote=False)
+    for sign in "\\|*_`[]$":
         text = text.replace(sign, "\\" + sign)
     return text
 
@@ -146,6 +149,10 @@ _LATEX = {
     "±": r"$\pm$",
     "−": "$-$",
     "<": r"$<$",
+    ">": r"$>$",
+    "|": r"$|$",
+    "[": "{[}",
+    "]": "{]}",
     "→": r"$\to$",
 }
 
@@ -186,7 +193,7 @@ def latex(results: Results, measure: Measure = "error", paper: bool = False) -> 
 
 
 def _latex(text: str) -> str:
-    return "".join(_LATEX.get(sign, sign) for sign in text)
+    return "".join(_LATEX.get(sign, sign) for sign in printable(text))
 
 
 def as_csv(results: Results, measure: Measure = "error") -> str:
@@ -250,10 +257,13 @@ def _terminal_table(table: Table, methods: Sequence[str], compared: set[str], me
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    shown = RichTable(title=table.title, title_justify="left", title_style="bold", header_style="", box=None)
+    # Texts, because rich takes what stands in brackets in a plain one for instructions.
+    shown = RichTable(
+        title=Text(printable(table.title)), title_justify="left", title_style="bold", header_style="", box=None
+    )
     shown.add_column(f"{measure} in %", no_wrap=True)
     for method in methods:
-        shown.add_column(method_title(method), justify="right")
+        shown.add_column(Text(method_title(method)), justify="right")
         if method in compared:
             shown.add_column("paper", justify="right", style="dim", no_wrap=True)
     for column in table.columns:

@@ -13,11 +13,13 @@ import numpy as np
 from testtime.evaluate import stream_order
 from testtime.learner import Settings
 from testtime.runs import Run, Unit
-from testtime.storage import find_differences
+from testtime.storage import FileError, find_differences
+
+_LARGEST = 1 << 25  # images of a set; the order of more would take gigabytes
 
 
-class ResultsError(ValueError):
-    """Runs that no report can be made of; the message says why."""
+class ResultsError(FileError):
+    """A run, or a file of results, that no report can be made of."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,14 @@ def sort_sources(runs: Sequence[Run]) -> tuple[Sources, list[str]]:
     """
     notes: list[str] = []
     if not runs:
-        raise ResultsError("There is no run to report.")
+        raise ValueError("`runs` must not be empty.")
     paths: set[Path] = set()
     for run in runs:
         if run.path.resolve() in paths:
-            raise ResultsError(f"{run.path} was given twice.")
+            raise ResultsError(run.path, "was given twice")
         paths.add(run.path.resolve())
         if not run.units:
-            raise ResultsError(f"{run.path} holds no finished unit yet.")
+            raise ResultsError(run.path, "holds no finished unit yet")
         if run.damaged:
             notes.append(f"{run.path.name}: {_count(len(run.damaged), 'damaged file')} left out.")
     for first, other in itertools.combinations(runs, 2):
@@ -97,7 +99,7 @@ def sort_sources(runs: Sequence[Run]) -> tuple[Sources, list[str]]:
     ]
     notes += [f"{name} has no labels, so there is no error to show." for name in sorted(unlabelled)]
     if not found:
-        raise ResultsError(f"{runs[0].path} has no labelled set, so there is no error to report.")
+        raise ResultsError(runs[0].path, "has no labelled set, so there is no error to report")
     return {key: tuple(entries) for key, entries in found.items()}, notes
 
 
@@ -124,24 +126,19 @@ def _network_mark(source: Source) -> str | None:
 def _check_same_kind(first: Run, other: Run) -> None:
     norms = [", ".join(sorted(find_norms([run]))) for run in (first, other)]
     if norms[0] != norms[1]:
-        raise ResultsError(
-            f"{first.path} and {other.path} have networks of different normalization ({norms[0] or 'unknown'}; "
-            f"{norms[1] or 'unknown'}): report them apart."
-        )
+        fault = f"has networks of normalization {norms[1] or 'unknown'}, where {first.path} has {norms[0] or 'unknown'}"
+        raise ResultsError(other.path, fault, "report them apart")
     for name in sorted(fingerprints(first).keys() & fingerprints(other).keys()):
         if fingerprints(first)[name] != fingerprints(other)[name]:
-            raise ResultsError(
-                f"The runs are of different data: {name} is not the same in {first.path} and {other.path}."
-            )
+            raise ResultsError(other.path, f"is of different data: {name} is not the same as in {first.path}")
     ours, theirs = (run.configuration.get("methods") for run in (first, other))
     if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
         return
     for method in sorted(ours.keys() & theirs.keys()):
         different = compare_methods({method: ours[method]}, {method: theirs[method]})
         if different:
-            raise ResultsError(
-                f"{first.path} and {other.path} mean different things by {method} ({different[0]}): report them apart."
-            )
+            fault = f"means something else by {method} than {first.path} ({different[0]})"
+            raise ResultsError(other.path, fault, "report them apart")
 
 
 def compare_methods(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -176,7 +173,7 @@ def stream_of(source: Source) -> np.ndarray | None:
     samples = unit.held.samples
     if shuffled is False or (unit.corruption is not None and unit.level is None):  # a gradual set is its own order
         return samples
-    if shuffled is None:
+    if shuffled is None or samples[-1] >= _LARGEST:
         return None
     order = stream_order(int(samples[-1]) + 1, unit.seed).numpy()
     return order[np.isin(order, samples)]
@@ -203,7 +200,7 @@ def read_verdicts(key: tuple[str, str], sources: Sequence[Source]) -> SetVerdict
     for source in sources:
         found = source.unit.verdicts()
         if len(found.samples) == 0:
-            raise ResultsError(f"{source.run.path} holds no image of {key[1]} under {key[0]}.")
+            raise ResultsError(source.run.path, f"holds no image of {key[1]} under {key[0]}")
         if samples is not None and labels is not None:
             _check_same(key[1], (samples, labels), (found.samples, found.labels), sources[0], source)
         samples, labels = found.samples, found.labels
@@ -230,17 +227,15 @@ def check_images(verdicts: Mapping[tuple[str, str], SetVerdicts], sources: Sourc
 
 def _check_same(name: str, one: Sequence[np.ndarray], two: Sequence[np.ndarray], first: Source, second: Source) -> None:
     if len(one[0]) != len(two[0]):
-        fault = f"{len(one[0]):,} and {len(two[0]):,} of its images"
+        fault = f"{len(two[0]):,} and {len(one[0]):,} images"
     elif not np.array_equal(one[0], two[0]):
-        fault = "different images of it"
+        fault = "different images"
     elif not np.array_equal(one[1], two[1]):
-        fault = "different labels of it"
+        fault = "different labels"
     else:
         return
-    raise ResultsError(
-        f"The runs are of different data: on {name}, {first.run.path} ({first.unit.method}) and {second.run.path} "
-        f"({second.unit.method}) hold {fault}."
-    )
+    here, there = f"here ({second.unit.method})", f"in {first.run.path} ({first.unit.method})"
+    raise ResultsError(second.run.path, f"is of different data: of {name} there are {fault} {here} and {there}")
 
 
 def find_norms(runs: Sequence[Run]) -> set[str]:

@@ -62,9 +62,9 @@ def bootstrap_means(values: np.ndarray, seed: int = 0, rounds: int = ROUNDS) -> 
     means = np.empty((rounds, values.shape[1]))
     step = max(1, _DRAWS_AT_ONCE // max(count, 1))
     for start in range(0, rounds, step):
-        numbers = torch.arange(start, min(start + step, rounds))
+        numbers = torch.arange(start, min(start + step, rounds), device="cpu")
         drawn = Draws.of(seed, numbers).purpose("bootstrap").integers(count, count)  # (rounds here, N)
-        flat = (drawn + torch.arange(len(numbers))[:, None] * count).flatten()
+        flat = (drawn + torch.arange(len(numbers), device="cpu")[:, None] * count).flatten()
         weights = torch.bincount(flat, minlength=len(numbers) * count).view(len(numbers), count)
         means[start : start + len(numbers)] = weights.double().numpy() @ values / count
     return means

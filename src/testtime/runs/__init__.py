@@ -1,13 +1,14 @@
 """Evaluation runs: methods × test sets × seeds, kept in a folder that can be taken up again and read by reports.
 
-units.py    the folder: one file for each finished unit, written whole or not at all; `open_run` reads it
-summary.py  runs without their records, in one small file; `open_runs` reads it, or a folder
-methods.py  the methods by name: a mode, a network, settings
-plan.py     what to run: from arguments, or from a study in TOML
-underway.py what units that advance together have so far, so that a kill does not cost it
-workshop.py the work of a unit
-run.py      running what is missing, in this process
-cluster.py  the same over Ray
+units.py         the folder: one file for each finished unit, written whole or not at all; `open_run` reads it
+descriptions.py  what runs and units say of themselves, checked where it is read
+summary.py       runs without their records, in one small file; `open_runs` reads it, or a folder
+methods.py       the methods by name: a mode, a network, settings
+plan.py          what to run: from arguments, or from a study in TOML
+underway.py      what units that advance together have so far, so that a kill does not cost it
+workshop.py      the work of a unit
+run.py           running what is missing, in this process
+cluster.py       the same over Ray
 """
 
 from testtime.runs.methods import Method

@@ -201,7 +201,7 @@ def _get(ray: Any, reference: Any, job: Job) -> Done:
         raise error.cause from None  # what went wrong, without Ray's account of where
     except ray.exceptions.RayError as error:
         title = ", ".join(" ".join(map(str, key)) for key in job.units)
-        reason = str(error).strip().splitlines()[0]
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise RuntimeError(f"{title}: its workers died {RETRIES + 1} times ({reason})") from None
 
 

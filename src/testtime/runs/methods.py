@@ -10,6 +10,17 @@ from typing import Any, Literal, get_args
 from testtime import augment as augmentations
 from testtime.adapters import Adapter, Episodic, Fixed, Online
 from testtime.capture import Precision
+from testtime.checks import (
+    Kind,
+    check_entries,
+    check_name,
+    is_flag,
+    is_integer,
+    is_number,
+    is_table,
+    is_text,
+    show,
+)
 from testtime.learner import PRESETS, Settings, find_preset
 from testtime.networks.ynet import YNet
 from testtime.streams import Streams
@@ -20,9 +31,27 @@ Mode = Literal["fixed", "episodic", "online"]
 JOINT, BASELINE = "joint", "baseline"
 """The networks that options of their own give, `--checkpoint` and `--baseline`."""
 
-_SETTINGS = ("steps", "lr", "copies", "threshold", "update", "guard", "precision", "mirrored", "augment", "turns")
+_SETTINGS: dict[str, Kind] = {
+    "steps": ("an integer", is_integer),
+    "lr": ("a number", is_number),
+    "copies": ("an integer", is_integer),
+    "threshold": ("a number or a share", lambda value: is_number(value) or is_text(value)),
+    "update": ("a text", is_text),
+    "guard": ("a number", lambda value: is_number(value) or value == math.inf),
+    "precision": ("a text", is_text),
+    "mirrored": ("true or false", is_flag),
+    "augment": ("a table", is_table),
+    "turns": ("a text", is_text),
+}
+_AUGMENT: dict[str, Kind] = {
+    "name": ("a text", is_text),
+    "padding": ("an integer", lambda value: is_integer(value, 0, 2**15)),
+    "size": ("an integer", lambda value: is_integer(value, 1, 2**15)),
+    "scale": ("two numbers", lambda value: _is_pair(value)),
+    "ratio": ("two numbers", lambda value: _is_pair(value)),
+    "flip": ("true or false", is_flag),
+}
 _ANSWERS = ("precision", "mirrored")  # the settings of a method that learns nothing
-_NUMBERS: dict[str, Any] = {"steps": int, "copies": int, "lr": int | float, "guard": int | float}
 _STEPS: dict[Mode, int] = {"fixed": 0, "episodic": 10, "online": 1}
 _LOOK = 4  # views of an image in one look at it: its four turns
 
@@ -49,25 +78,27 @@ class Method:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise ValueError(f"{self.name}: `mode` must be one of {', '.join(get_args(Mode))}, got {self.mode!r}.")
-        if not isinstance(self.network, str) or not self.network or "=" in self.network:
-            raise ValueError(f"{self.name}: `network` must be a network's name, got {self.network!r}.")
-        for name in self.settings:
-            if name not in _SETTINGS:
-                raise ValueError(f"{self.name}: no setting is called {name!r}; there are {', '.join(_SETTINGS)}.")
-        for name, kind in _NUMBERS.items():
-            value = self.settings.get(name, 1)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                what = "an integer" if kind is int else "a number"
-                raise ValueError(f"{self.name}: `{name}` must be {what}, got {value!r}.")
-        idle = [name for name in self.settings if self.mode == "fixed" and name not in _ANSWERS]
-        if idle:
-            raise ValueError(f"{self.name} learns nothing, so it has no {', '.join(idle)}.")
+        check_name("The name of a method", self.name)
         try:
+            self._check()
             Settings(**(self if self.share is None else self.resolve(1.0))._arguments(0))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.name}: {error}") from None
+
+    def _check(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"`mode` must be one of {', '.join(get_args(Mode))}, got {show(self.mode)}.")
+        check_name("`network`", self.network)
+        if "=" in self.network:
+            raise ValueError(f"`network` must not have a =, got {self.network!r}.")
+        for name in self.settings:
+            if name not in _SETTINGS:
+                raise ValueError(f"no setting is called {show(name)}; there are {', '.join(_SETTINGS)}.")
+        check_entries(self.settings, _SETTINGS)
+        check_entries(self.settings.get("augment", {}), _AUGMENT)
+        idle = [name for name in self.settings if self.mode == "fixed" and name not in _ANSWERS]
+        if idle:
+            raise ValueError(f"it learns nothing, so it has no {', '.join(idle)}.")
 
     @property
     def share(self) -> float | None:
@@ -136,6 +167,10 @@ class Method:
         return given
 
 
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
+
+
 def read_share(text: str) -> float:
     """A share such as "20%" as a number in (0, 1].
 
@@ -147,7 +182,7 @@ def read_share(text: str) -> float:
     except ValueError:
         percent = math.nan
     if not 0 < percent <= 100:
-        raise ValueError(f'`threshold` must lie in [0, 1] or be a share of the images such as "20%", got {text!r}.')
+        raise ValueError(f'`threshold` must lie in [0, 1] or be a share of the images such as "20%", got {show(text)}.')
     return percent / 100
 
 
@@ -170,6 +205,7 @@ def read_method(name: str, about: Any) -> Method:
     Raises:
         ValueError: It has no mode, or something that no method has.
     """
+    check_name("The name of a method", name)
     if not isinstance(about, dict) or "mode" not in about:
         raise ValueError(f"The method {name} must be a table with a mode.")
     settings = {key: value for key, value in about.items() if key not in ("mode", "network", "preset")}
@@ -226,5 +262,5 @@ def _read_value(setting: str, word: str, text: str) -> int | float | str:
         if not math.isfinite(value):
             raise ValueError
     except ValueError:
-        raise ValueError(f"--{setting} must be a number or METHOD=NUMBER, got {text!r}.") from None
+        raise ValueError(f"--{setting} must be a number or METHOD=NUMBER, got {show(text)}.") from None
     return value

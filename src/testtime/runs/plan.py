@@ -16,13 +16,42 @@ from pathlib import Path
 from typing import Any
 
 from testtime import data as datasets
+from testtime.checks import (
+    Kind,
+    check_entries,
+    check_name,
+    fold_name,
+    is_flag,
+    is_integer,
+    is_list_of,
+    is_table,
+    is_text,
+    show,
+)
 from testtime.corruptions import CORRUPTIONS
 from testtime.data.registry import is_folder
+from testtime.runs.descriptions import read_shift
 from testtime.runs.methods import BASELINE, BEST, JOINT, USUAL, Method, override, read_method
-from testtime.runs.units import Unit, read_shift
+from testtime.runs.units import Unit
+from testtime.storage import FileError, check_file, error_text
 
 STUDIES = Path(__file__).parent.parent / "studies"
-_STUDY = ("title", "data", "levels", "corruptions", "original", "seeds", "shuffle", "limit", "methods")
+_LARGEST = 1 << 15  # bytes of a study; reading TOML can take time that grows with their square
+_FLAG: Kind = ("true or false", is_flag)
+_LIMIT: Kind = ("an integer from 1 to 2**63 - 1", lambda value: value is None or is_integer(value, 1))
+_WORDS: Kind = ("names", lambda value: is_list_of(_is_word)([value] if is_text(value) else value))
+_SEEDS: Kind = ("integers from 0 to 2**63 - 1", lambda value: all(is_integer(seed, 0) for seed in value))
+_STUDY: dict[str, Kind] = {
+    "title": ("a text", is_text),
+    "data": _WORDS,
+    "levels": ("such as 1-5, or a list of integers", lambda value: is_text(value) or is_list_of(is_integer)(value)),
+    "corruptions": _WORDS,
+    "original": _FLAG,
+    "seeds": ("integers from 0 to 2**63 - 1", is_list_of(lambda seed: is_integer(seed, 0))),
+    "shuffle": _FLAG,
+    "limit": _LIMIT,
+    "methods": ("tables", is_table),
+}
 _OPTIONS = {JOINT: "--checkpoint", BASELINE: "--baseline"}
 
 
@@ -67,16 +96,15 @@ class Plan:
     on_bad_image: datasets.OnBad = "fail"
 
     def __post_init__(self) -> None:
-        for name in ("sources", "methods", "seeds"):
-            values = getattr(self, name)
-            if not values:
-                raise ValueError(f"`{name}` must not be empty.")
-            labels = [getattr(value, "name", value) for value in values]
-            if len(set(labels)) < len(labels):
-                twice = next(label for label in labels if labels.count(label) > 1)
-                raise ValueError(f"`{name}` must be different, got {twice} twice.")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"`limit` must be at least 1, got {self.limit}.")
+        for name in self.networks:
+            check_name("The name of a network", name)
+        for source in self.sources:
+            for part in source.name.split("/"):
+                check_name("Each part of a test set's name", part, 255)
+        check_entries(vars(self), {"seeds": _SEEDS, "limit": _LIMIT, "shuffle": _FLAG})
+        for name, values in (("sources", self.sources), ("methods", self.methods)):
+            _check_different(name, [value.name for value in values])
+        _check_different("seeds", self.seeds)
         for method in self.methods:
             if method.network not in self.networks:
                 option = _OPTIONS.get(method.network, f"--network {method.network}=FILE")
@@ -194,14 +222,20 @@ def make_plan(
             raise ValueError(f"No method is called {name!r}; there are {', '.join(known)}.")
     chosen = override([known[name] for name in names], overrides)
     used = {method.network for method in chosen}
-    return Plan(
-        networks={name: file for name, file in files.items() if name in used},
-        sources=find_sources(
+    try:
+        sources = find_sources(
             wanted,
             levels if levels is not None else found.get("levels"),
             corruptions if corruptions is not None else found.get("corruptions"),
             original if original is not None else found.get("original", True),
-        ),
+        )
+    except ValueError as error:
+        if data or study is None:
+            raise
+        raise FileError(study, str(error).removesuffix(".")) from None
+    return Plan(
+        networks={name: file for name, file in files.items() if name in used},
+        sources=sources,
         methods=tuple(chosen),
         seeds=tuple(seeds or found.get("seeds", (0,))),
         shuffle=shuffle if shuffle is not None else found.get("shuffle", False),
@@ -218,6 +252,7 @@ def _name_files(
     """The files of all networks by name."""
     files = {name: str(file) for name, file in ((JOINT, checkpoint), (BASELINE, baseline)) if file is not None}
     for name, file in networks.items():
+        check_name("The name of a network", name)
         if not str(file):
             raise ValueError(f"--network {name}: which file?")
         if files.setdefault(name, str(file)) != str(file):
@@ -259,45 +294,66 @@ def read_study(study: str | Path) -> dict[str, Any]:
         study: A TOML file, or the name of a study that ships.
 
     Raises:
-        ValueError: There is no such study, or it is not well formed.
+        FileError: There is no such study, or it is not well formed.
     """
     path = Path(study)
     if str(study) in studies() and not path.is_file():
         path = STUDIES / f"{study}.toml"
+    found = _load(path)
+    try:
+        _check_study(found)
+    except ValueError as error:
+        raise FileError(path, str(error).removesuffix(".")) from None
+    return found | ({"data": [found["data"]]} if isinstance(found.get("data"), str) else {})
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """What a TOML file holds."""
     try:
         toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ModuleNotFoundError:
         raise ModuleNotFoundError("Studies need tomli: pip install 'testtime[cli]'", name="tomli") from None
     try:
-        found = toml.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"No file and no study is called {str(study)!r} (studies: {', '.join(studies())}).") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: not a study ({error}).") from None
-    kinds: dict[str, type | tuple[type, ...]] = {
-        "title": str,
-        "data": (str, list),
-        "levels": (str, list),
-        "corruptions": (str, list),
-        "original": bool,
-        "seeds": list,
-        "shuffle": bool,
-        "limit": int,
-        "methods": dict,
-    }
-    for name, value in found.items():
-        if name not in kinds:
-            raise ValueError(f"{path}: a study has no entry {name!r}; there are {', '.join(_STUDY)}.")
-        if not isinstance(value, kinds[name]):
-            raise ValueError(f"{path}: {name!r} must not be {value!r}.")
-    if isinstance(found.get("data"), str):
-        found["data"] = [found["data"]]
-    for name in ("data", "corruptions"):
-        if not all(isinstance(word, str) for word in found.get(name, ())):
-            raise ValueError(f"{path}: `{name}` must be names, got {found[name]}.")
-    if not all(isinstance(seed, int) and not isinstance(seed, bool) for seed in found.get("seeds", ())):
-        raise ValueError(f"{path}: `seeds` must be integers, got {found['seeds']}.")
-    return found
+        check_file(path)
+    except FileError as error:
+        raise FileError(path, error.fault, f"the bundled studies are {', '.join(studies())}") from None
+    if path.stat().st_size > _LARGEST:
+        raise FileError(path, f"larger than {_LARGEST:,} bytes, which no study is")
+    try:
+        return toml.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FileError(path, f"not a TOML file ({error_text(error)})") from None
+
+
+def _check_study(found: Mapping[str, Any]) -> None:
+    """Check the entries of a study, but for its sets, which need not be on this machine."""
+    for name in found:
+        if name not in _STUDY:
+            raise ValueError(f"a study has no entry {show(name)}; there are {', '.join(_STUDY)}.")
+    check_entries(found, _STUDY)
+    for name in ("data", "levels", "corruptions", "seeds", "methods"):
+        if name in found and not found[name]:
+            raise ValueError(f"`{name}` must not be empty.")
+    if "levels" in found:
+        parse_levels(found["levels"])
+    if "corruptions" in found:
+        _parse_corruptions(found["corruptions"])
+    _check_different("seeds", found.get("seeds", [0]))
+    _check_different("methods", list(found.get("methods", ["fixed"])))
+    for name, about in found.get("methods", {}).items():
+        read_method(name, about)
+
+
+def _check_different(what: str, values: Sequence[Any]) -> None:
+    """Check that there are some, and none twice; names not even if they differ only in case."""
+    if not values:
+        raise ValueError(f"`{what}` must not be empty.")
+    places: dict[Any, int] = {}
+    for place, value in enumerate(values):
+        first = places.setdefault(fold_name(value) if isinstance(value, str) else value, place)
+        if first != place:
+            both = f"{value} twice" if values[first] == value else f"{values[first]} and {value}"
+            raise ValueError(f"`{what}` must be different, got {both}.")
 
 
 def find_sources(
@@ -318,14 +374,13 @@ def find_sources(
         ValueError: A pattern fits nothing, or a level or corruption does not exist.
     """
     wanted = parse_levels(levels) if levels is not None else None
-    named = None if corruptions is None or corruptions == "all" else _words(corruptions)
-    for name in named or ():
-        if name not in (*CORRUPTIONS, "original"):
-            raise ValueError(f"No corruption is called {name!r}; there are {', '.join(CORRUPTIONS)}.")
+    named = None if corruptions is None else _parse_corruptions(corruptions)
     found: dict[str, Source] = {}
     for pattern in patterns:
+        if not pattern:
+            raise ValueError("The name of a test set must not be empty.")
         family = pattern.split("/", 1)[0]
-        if is_folder(pattern):
+        if _is_folder(pattern):
             place = Path(pattern).expanduser().resolve()
             folder = Source(f"folder/{place.name}", str(place))
             if found.setdefault(folder.name, folder) != folder:
@@ -353,13 +408,38 @@ def parse_levels(levels: str | Sequence[int]) -> tuple[int, ...]:
     """Levels from a text such as "1-5" or "1,3,5"."""
     numbers: list[int] = []
     for word in _words(levels) if isinstance(levels, str) else map(str, levels):
-        first, _, last = word.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
-            raise ValueError(f"`levels` must be such as 1-5 or 1,3,5; got {levels!r}.")
-        numbers.extend(range(int(first), int(last or first) + 1))
-    if not numbers or min(numbers) < 1 or max(numbers) > 5:
-        raise ValueError(f"`levels` must be 1 to 5, got {levels!r}.")
+        first, dash, last = word.partition("-")
+        ends = [first, last] if dash else [first]
+        if not all(end.isdecimal() and len(end) < 10 for end in ends):
+            raise ValueError(f"`levels` must be such as 1-5 or 1,3,5; got {show(levels)}.")
+        if not 1 <= int(ends[0]) <= int(ends[-1]) <= 5:
+            raise ValueError(f"`levels` must be 1 to 5, got {show(levels)}.")
+        numbers.extend(range(int(ends[0]), int(ends[-1]) + 1))
+    if not numbers:
+        raise ValueError(f"`levels` must be 1 to 5, got {show(levels)}.")
     return tuple(dict.fromkeys(numbers))
+
+
+def _parse_corruptions(corruptions: str | Sequence[str]) -> list[str] | None:
+    """Corruptions by name; None for all."""
+    if corruptions == "all":
+        return None
+    names = _words(corruptions)
+    for name in names:
+        if name not in (*CORRUPTIONS, "original"):
+            raise ValueError(f"No corruption is called {show(name)}; there are {', '.join(CORRUPTIONS)}.")
+    return names
+
+
+def _is_folder(pattern: str) -> bool:
+    try:
+        return is_folder(pattern)
+    except (OSError, RuntimeError):  # too long for a file's name, or in the home of nobody
+        return False
+
+
+def _is_word(value: Any) -> bool:
+    return is_text(value) and 0 < len(value) < 1000
 
 
 def _words(text: str | Sequence[str]) -> list[str]:

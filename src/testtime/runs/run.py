@@ -27,7 +27,7 @@ from testtime.runs.methods import Method
 from testtime.runs.plan import Plan
 from testtime.runs.underway import Shelf
 from testtime.runs.units import Run, Unit, open_run, prepare_folder, write_unit
-from testtime.runs.workshop import Advance, Facts, Workshop
+from testtime.runs.workshop import Advance, Facts, StaleError, Workshop
 from testtime.storage import hold_folder
 
 log = logging.getLogger(__name__)
@@ -145,12 +145,13 @@ def run_plan(
     about["skipped"] = {name: list(one.skipped) for name, one in facts.items() if one.skipped}
     with hold_folder(out):
         prepare_folder(out, configuration, about)
-        units = plan.units()
-        known = set(open_run(out).units)
+        units, images = plan.units(), {name: one.count for name, one in facts.items()}
+        known = set(open_run(out, images).units)
         # Over Ray nothing that is underway here goes on.
         place = machine["hardware"]["device"] if ray is None else "ray"
         shelf = Shelf(out, device=place, testtime=machine["versions"]["testtime"], torch=machine["versions"]["torch"])
-        underway = shelf.groups(units, known)
+        company = {unit: key for unit in units if (key := find_company(plan, unit, facts)) is not None}
+        underway = shelf.groups(company, known)
         known -= {unit for group in underway for unit in group}
         missing = [unit for unit in units if unit not in known]
         log.info("%s: %d of %d units are to be run", out, len(missing), len(units))
@@ -174,7 +175,7 @@ def run_plan(
 
             run_on_ray(plan, missing, facts, shop.device, ray, meter, keep, shop.fingerprints)
         shelf.remove()
-    return open_run(out)
+    return open_run(out, images)
 
 
 def _run_here(
@@ -202,9 +203,12 @@ def _run_group(
         advance(images, mistakes)
 
     if len(group) == 1:
-        found = [shop.run_unit(group[0], advance=go_on)]
-    else:
+        return [shop.run_unit(group[0], advance=go_on)], time.perf_counter() - start
+    try:
         found = shop.run_streams(group, go_on, begun, functools.partial(shelf.keep, group))
+    except StaleError as error:
+        shelf.refuse(group, error)
+        return _run_group(shop, group, meter, shelf, stopped)
     return found, before + time.perf_counter() - start
 
 
@@ -268,11 +272,7 @@ def make_groups(
     """
     groups: dict[Any, list[Unit]] = {}
     for number, unit in enumerate(units):
-        method, known = plan.method(unit.method), facts[unit.set_name]
-        alone = method.mode != "online" or known.count == 0 or method.share is not None
-        file = plan.file(method.network, unit.set_name)
-        key = number if alone else (unit.method, file, unit.seed, known.count, known.shape)
-        groups.setdefault(key, []).append(unit)
+        groups.setdefault(find_company(plan, unit, facts) or number, []).append(unit)
     pieces: list[list[Unit]] = []
     for group in groups.values():
         method, known = plan.method(group[0].method), facts[group[0].set_name]
@@ -282,6 +282,14 @@ def make_groups(
             size = math.ceil(len(group) / (rounds * jobs))
         pieces.extend(group[start : start + size] for start in range(0, len(group), size))
     return pieces
+
+
+def find_company(plan: Plan, unit: Unit, facts: Mapping[str, Facts]) -> tuple[Any, ...] | None:
+    """What units have in common that can advance together; None for one that runs alone."""
+    method, known = plan.method(unit.method), facts[unit.set_name]
+    if method.mode != "online" or known.count == 0 or method.share is not None:
+        return None
+    return unit.method, plan.file(method.network, unit.set_name), unit.seed, known.count, known.shape
 
 
 def _fitting(method: Method, shape: tuple[int, int, int], device: torch.device, jobs: int) -> int:

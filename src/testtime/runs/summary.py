@@ -12,17 +12,33 @@ import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from testtime.checks import Kind, check_entries, check_format, is_list_of, is_table, is_table_of, is_text
+from testtime.runs.descriptions import check_run, check_unit
 from testtime.runs.units import Run, RunError, Unit, Verdicts, open_run
-from testtime.storage import write_whole
+from testtime.storage import FileError, read_json, write_whole
 
 FORMAT = 1
 _KIND = "testtime-summary"
-_LARGEST = 1 << 28  # bytes that an array may unpack to
+_LARGEST = 1 << 28  # bytes that all arrays, and all verdicts, may unpack to
+_TEXT: Kind = ("a text", is_text)
+_MARKS: Kind = ("marks of arrays", is_table_of(is_text))
+_SUMMARY: dict[str, Kind] = {
+    "arrays": ("texts", is_table_of(is_text)),
+    "runs": ("tables", is_list_of(is_table)),
+}
+_RUN: dict[str, Kind] = {
+    "name": ("the name of a folder", lambda value: is_text(value) and not set(value) & set("/\0")),
+    "configuration": ("a table", is_table),
+    "about": ("a table", is_table),
+    "sets": ("marks of arrays", is_table_of(is_table_of(is_text))),
+    "units": ("tables", is_list_of(is_table)),
+}
 _PRIVATE = ("files",)  # where things lay on the machine of the run is nobody's business
 
 
@@ -63,7 +79,7 @@ def open_runs(path: str | Path) -> list[Run]:
     Raises:
         RunError: There is no run, or it is damaged.
     """
-    return open_summary(path) if Path(path).is_file() else [open_run(path)]
+    return [open_run(path)] if Path(path).is_dir() else open_summary(path)
 
 
 def open_summary(path: str | Path) -> list[Run]:
@@ -74,24 +90,36 @@ def open_summary(path: str | Path) -> list[Run]:
     """
     path = Path(path)
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        if held["kind"] != _KIND:
-            raise ValueError("it is of another kind")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path}: not a summary of runs ({error}).") from None
-    if held.get("format") != FORMAT:
-        raise RunError(f"{path}: a summary of format {held.get('format')}; this version of testtime reads {FORMAT}.")
-    try:
+        held = read_json(path, 1 << 28)
+        if not isinstance(held, dict) or held.get("kind") != _KIND:
+            raise FileError(path, "not a summary of runs")
+        check_format(path, held.get("format"), FORMAT)
+        check_entries(held, _SUMMARY, list(_SUMMARY))
+        if not held["runs"]:
+            raise ValueError("it holds no run")
+        for entry in held["runs"]:
+            check_entries(entry, _RUN, list(_RUN))
+            for unit in entry["units"]:
+                check_unit(unit)
+        if sum(unit["counts"]["images"] for entry in held["runs"] for unit in entry["units"]) > _LARGEST:
+            raise ValueError("it has more images than any summary")
+        arrays = _unpack_all(held["arrays"])
         runs: list[Run] = []
         for entry in held["runs"]:
-            taken = [run.path.name for run in runs]
-            name = str(entry["name"])
-            place = path / (name if name not in taken else f"{name}-{len(runs) + 1}")
-            units = [_read_unit(unit, entry["sets"], held["arrays"]) for unit in entry["units"]]
-            runs.append(Run(place, dict(entry["configuration"]), dict(entry["about"]), units, []))
-    except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
-        raise RunError(f"{path}: a damaged summary ({error}).") from None
+            runs.append(_read_run(path, entry, arrays, [run.path.name for run in runs]))
+    except FileError as error:
+        raise RunError(path, error.fault, error.remedy) from None
+    except (ValueError, zlib.error) as error:
+        fault = f"a damaged summary ({str(error).removesuffix('.')})"
+        raise RunError(path, fault, "make it again from the runs with testtime report --format json") from None
     return runs
+
+
+def _read_run(path: Path, entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray], taken: Sequence[str]) -> Run:
+    check_run(entry["configuration"], entry["about"])
+    name = entry["name"] if entry["name"] not in taken else f"{entry['name']}-{len(taken) + 1}"
+    units = [_read_unit(path, unit, entry["sets"], arrays) for unit in entry["units"]]
+    return Run(path / name, entry["configuration"], entry["about"], units, [])
 
 
 def _describe(unit: Unit) -> dict[str, Any]:
@@ -104,24 +132,33 @@ def _describe(unit: Unit) -> dict[str, Any]:
     return {**unit.about, **errors, "adapted_share": round(counts["adapted"] / max(counts["images"], 1), 4)}
 
 
-def _read_unit(held: Mapping[str, Any], sets: Mapping[str, Any], arrays: Mapping[str, str]) -> Unit:
-    marks = held.get("images") or sets[held["set"]]
-    samples = np.cumsum(_unpack(arrays[marks["samples"]]), dtype=np.int32)
-    labels = _unpack(arrays[marks["labels"]])
-    right = _unpack_bits(held["right"], len(samples))
+def _read_unit(path: Path, held: Mapping[str, Any], sets: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Unit:
+    check_entries(held, {"right": _TEXT, "images": _MARKS}, ["right"])
+    marks = held.get("images") or sets.get(held["set"])
+    if marks is None or not all(marks.get(name) in arrays for name in ("samples", "labels")):
+        raise ValueError(f"the images of {held['set']!r} are missing")
+    samples, labels = np.cumsum(arrays[marks["samples"]], dtype=np.int64), arrays[marks["labels"]]
+    right = _unpack_bits(held["right"], held["counts"]["images"])
+    counts = {"images": len(samples), "labelled": int((labels >= 0).sum()), "is_right": int(right.sum())}
+    if len(labels) != len(samples) or any(held["counts"][name] != count for name, count in counts.items()):
+        raise ValueError(f"the verdicts of {held['method']!r} on {held['set']!r} do not fit its counts")
+    if len(samples) and (samples[0] < 0 or samples[-1] >= 2**31 or (np.diff(samples) <= 0).any()):
+        raise ValueError(f"the images of {held['set']!r} are not numbered as they should be")
     about = {key: value for key, value in held.items() if key not in ("right", "images")}
-    if int(right.sum()) != about["counts"]["is_right"] or len(labels) != len(samples):
-        raise ValueError(f"the verdicts of {held['method']} on {held['set']} do not fit its counts")
-    shift = (held["corruption"], held["level"])
-    return Unit(held["method"], held["set"], *shift, held["seed"], None, about, Verdicts(samples, labels, right))
+    verdicts = Verdicts(samples.astype(np.int32), labels, right)
+    return replace(Unit.of(held["method"], held["set"], held["seed"]), path=path, about=about, held=verdicts)
 
 
 def _pack(numbers: np.ndarray) -> str:
     return base64.b64encode(zlib.compress(numbers.astype("<i4").tobytes(), 9)).decode()
 
 
-def _unpack(text: str) -> np.ndarray:
-    return np.frombuffer(_inflate(text, _LARGEST), "<i4").astype(np.int32)
+def _unpack_all(arrays: Mapping[str, str]) -> dict[str, np.ndarray]:
+    room, found = _LARGEST, {}
+    for mark, text in arrays.items():
+        found[mark] = np.frombuffer(_inflate(text, room), "<i4").astype(np.int32)
+        room -= found[mark].nbytes
+    return found
 
 
 def _pack_bits(right: np.ndarray) -> str:

@@ -9,7 +9,7 @@ they were last kept, bit for bit. A file that is truncated or was altered counts
 from __future__ import annotations
 
 import hashlib
-import json
+import itertools
 import logging
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -17,18 +17,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
+from testtime.checks import Kind, check_entries, is_integer, is_list_of, is_number, is_text
 from testtime.evaluate import COLUMNS, Columns
-from testtime.runs.units import Unit
-from testtime.storage import write_whole
+from testtime.runs.units import Unit, check_columns
+from testtime.storage import FileError, error_text
+from testtime.tensorfile import read_description, read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 
 FOLDER = "underway"
 _KEY = "testtime-underway"
+_ABOUT: dict[str, Kind] = {
+    "units": ("units", lambda value: is_list_of(_is_unit)(value)),
+    "seconds": ("a number from 0 on", lambda value: is_number(value) and value >= 0),
+}
 
 
 class Underway(NamedTuple):
@@ -57,26 +61,30 @@ class Shelf:
         self.folder = Path(folder) / FOLDER
         self.circumstances = circumstances
 
-    def groups(self, units: Collection[Unit], finished: Collection[Unit]) -> list[list[Unit]]:
+    def groups(self, company: Mapping[Unit, Any], finished: Collection[Unit]) -> list[list[Unit]]:
         """The groups that can go on; what cannot is removed.
 
         Args:
-            units: Those of the plan.
-            finished: Those of them that are finished. A group of finished units is one that was to be removed when the
+            company: For the units of the plan that can advance with others, what those must have in common.
+            finished: The units that are finished. A group of finished units is one that was to be removed when the
                 process was killed.
         """
         found: list[list[Unit]] = []
         for file in sorted(self.folder.glob("*.safetensors")):
-            group = self._read_group(file)
-            if group and set(group) <= set(units) and not set(group) <= set(finished):
+            group = self._read_group(file) or []
+            fits = len({company.get(unit, unit) for unit in group}) == 1 and group[0] in company
+            once = len({*group, *itertools.chain(*found)}) == len(group) + sum(map(len, found))
+            if fits and once and not set(group) <= set(finished):
                 found.append(group)
+            elif file.is_dir():
+                shutil.rmtree(file, ignore_errors=True)
             else:
                 file.unlink()
         return found
 
     def keep(self, units: Sequence[Unit], underway: Underway) -> None:
         """Write how far units are, whole or not at all; where that cannot be, they go on without."""
-        tensors = {f"state/{name}": tensor.cpu().contiguous() for name, tensor in underway.state.items()}
+        tensors = {f"state/{name}": tensor for name, tensor in underway.state.items()}
         for row, columns in enumerate(underway.columns):
             tensors |= {f"{row}/{name}": torch.from_numpy(columns[name]) for name in COLUMNS}
         about = {
@@ -84,12 +92,12 @@ class Shelf:
             "seconds": underway.seconds,
             **self.circumstances,
         }
-        text = json.dumps(about)
         path = self._path(units)
         try:
-            write_whole(path, save(tensors, {_KEY: text, "sha256": _hash(text, tensors)}))
+            write_tensors(path, tensors, _KEY, about)
         except OSError as error:
-            log.warning("%s: cannot be written (%s). A kill would cost these streams' work.", path, error)
+            fault = f"cannot be written ({error_text(error)})"
+            log.warning("%s; a kill would cost these streams' work", FileError(path, fault))
 
     def take(self, units: Sequence[Unit]) -> Underway | None:
         """How far units are; None if they have not begun or their file is damaged, which is logged."""
@@ -97,18 +105,23 @@ class Shelf:
         if not path.exists():
             return None
         try:
-            with safe_open(path, framework="pt") as file:
-                about = file.metadata() or {}
-                tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if about["sha256"] != _hash(about[_KEY], tensors):
-                raise ValueError("it was altered")
+            described, tensors = read_tensors(path, _KEY)
+            about = _check(described)
             columns = [{name: tensors[f"{row}/{name}"].numpy() for name in COLUMNS} for row in range(len(units))]
-            seconds = float(json.loads(about[_KEY])["seconds"])
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("%s: not what is left of streams (%s). They begin anew.", path, error)
+            for own in columns:
+                check_columns(own)
+            if len({len(own["sample"]) for own in columns}) != 1:
+                raise ValueError("its units are not equally far")
+        except (ValueError, KeyError) as error:
+            _refuse(path, error)
             return None
         state = {name.removeprefix("state/"): t for name, t in tensors.items() if name.startswith("state/")}
-        return Underway(columns, state, seconds)
+        return Underway(columns, state, float(about["seconds"]))
+
+    def refuse(self, units: Sequence[Unit], error: Exception) -> None:
+        """Say why units cannot go on from where they were, and forget it."""
+        _refuse(self._path(units), error)
+        self.clear(units)
 
     def clear(self, units: Sequence[Unit]) -> None:
         """Forget units: they are finished, or go on otherwise."""
@@ -125,19 +138,27 @@ class Shelf:
     def _read_group(self, path: Path) -> list[Unit] | None:
         """The units of a file, if it was made under these circumstances; its tensors are not looked at."""
         try:
-            with safe_open(path, framework="pt") as file:
-                about: dict[str, Any] = json.loads((file.metadata() or {})[_KEY])
+            about = _check(read_description(path, _KEY))
             group = [Unit.of(*key) for key in about["units"]]
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("%s: not what is left of streams (%s). They begin anew.", path, error)
+        except ValueError as error:
+            _refuse(path, error)
             return None
         same = all(about.get(name) == value for name, value in self.circumstances.items())
         return group if same and self._path(group) == path else None
 
 
-def _hash(text: str, tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(text.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()
+def _refuse(path: Path, error: Exception) -> None:
+    fault = error.fault if isinstance(error, FileError) else f"not what is left of streams ({error_text(error)})"
+    log.warning("%s; they begin anew", FileError(path, fault))
+
+
+def _check(about: dict[str, Any] | None) -> dict[str, Any]:
+    """The description of a file, if it is one."""
+    if about is None:
+        raise ValueError("it has no description")
+    check_entries(about, _ABOUT, list(_ABOUT))
+    return about
+
+
+def _is_unit(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(map(is_text, value[:2])) and is_integer(value[2])

@@ -13,27 +13,38 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from testtime.checks import check_format, check_table, is_file_name, is_text, quote_name, show
 from testtime.evaluate import COLUMNS, Record
-from testtime.storage import find_differences, write_whole
+from testtime.runs.descriptions import check_run, check_unit, read_shift
+from testtime.storage import (
+    FileError,
+    check_file,
+    clear_parts,
+    error_text,
+    find_differences,
+    parse_json,
+    read_json,
+    write_whole,
+)
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
 _KEY = "testtime-unit"
+_FLAGS = ("is_right", "was_right", "adapted", "rolled_back")
 _SHOWN = 8
 
 
-class RunError(ValueError):
-    """A folder that is not a run, or not one of this version; the message says what is wrong."""
+class RunError(FileError):
+    """A folder or file of a run that cannot be used: damaged, of another version, or something else."""
 
 
 class Verdicts(NamedTuple):
@@ -75,9 +86,10 @@ class Unit:
     held: Verdicts | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, parts in (("method", [self.method]), ("set_name", self.set_name.split("/"))):
-            if any(part in ("", ".", "..") for part in parts) or "/" in self.method:
-                raise ValueError(f"`{name}` must be fit for a file's name, got {getattr(self, name)!r}.")
+        parts = self.set_name.split("/") if is_text(self.set_name) else [self.set_name]
+        for name, own in (("method", [self.method]), ("set_name", parts)):
+            if not all(map(is_file_name, own)):
+                raise ValueError(f"`{name}` must be fit for a file's name, got {show(getattr(self, name))}.")
 
     @staticmethod
     def of(method: str, set_name: str, seed: int) -> Unit:
@@ -87,7 +99,7 @@ class Unit:
     @property
     def place(self) -> Path:
         """Its file's path within the run's folder."""
-        parts = [quote(part, safe=" +=@,()") for part in (self.method, *self.set_name.split("/"))]
+        parts = map(quote_name, (self.method, *self.set_name.split("/")))
         return Path("units", *parts, f"seed-{self.seed}.safetensors")
 
     @property
@@ -107,9 +119,9 @@ class Unit:
             RunError: The unit is not finished, or its file is damaged.
         """
         if self.held is not None:
-            raise RunError(f"{self.title}: a summary holds no records.")
+            raise RunError(self.path or self.place, "a summary holds no records")
         if self.path is None:
-            raise RunError(f"{self.title} is not finished.")
+            raise RunError(self.place, f"{self.title} is not finished")
         return read_unit(self.path)[1]
 
     def verdicts(self) -> Verdicts:
@@ -144,45 +156,26 @@ class Run:
     damaged: list[str]
 
 
-def read_shift(set_name: str) -> tuple[str | None, int | None]:
-    """Corruption and level in the name of a set, None for what it does not have."""
-    family, *parts = set_name.split("/")
-    if family.endswith("-c") and len(parts) == 2 and parts[1].isdecimal():
-        return parts[0], int(parts[1])
-    if family.endswith("-gradual") and len(parts) == 1:
-        return parts[0], None
-    return None, None
-
-
-def open_run(path: str | Path) -> Run:
+def open_run(path: str | Path, images: Mapping[str, int] | None = None) -> Run:
     """Read a run's folder, finished or not.
 
-    Every unit's file is read through once; one that is truncated or was altered is left out, logged and named in
-    `damaged`.
+    Every unit's file is read through once; one that is truncated, was altered or lacks images is left out, logged and
+    named in `damaged`.
+
+    Args:
+        path: The folder.
+        images: How many images each set has; where that is not known, as many as any unit of the set.
 
     Raises:
         RunError: The folder holds no run, or one of another format.
     """
     path = Path(path)
-    try:
-        about = json.loads((path / "run.json").read_text(encoding="utf-8"))
-        version, configuration = about.pop("format"), about.pop("configuration")
-        if not isinstance(configuration, dict):
-            raise TypeError("its configuration is none")
-    except FileNotFoundError:
-        raise RunError(f"{path} holds no run: there is no run.json in it.") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{path / 'run.json'}: not the description of a run ({error}).") from None
-    if version != FORMAT:
-        raise RunError(f"{path}: a run of format {version}; this version of testtime reads format {FORMAT}.")
-    units: list[Unit] = []
-    damaged: list[str] = []
-    for file in sorted((path / "units").rglob("seed-*.safetensors")):
-        unit = _try_unit(path, file)
-        if isinstance(unit, Unit):
-            units.append(unit)
-        else:
-            damaged.append(unit)
+    configuration, about = _read_description(path)
+    found = [_try_unit(path, file) for file in sorted((path / "units").rglob("seed-*.safetensors"))]
+    units, lacking = _sort_out([unit for unit in found if isinstance(unit, Unit)], configuration.get("limit"), images)
+    damaged = [error for error in found if isinstance(error, RunError)] + lacking
+    for error in damaged:
+        log.warning("%s; it counts as missing", error)
     ranks = [{name: rank for rank, name in enumerate(configuration.get(key, ()))} for key in ("methods", "sets")]
 
     def rank(unit: Unit) -> tuple[int, int, str, str, int]:
@@ -195,19 +188,55 @@ def open_run(path: str | Path) -> Run:
             unit.seed,
         )
 
-    return Run(path, configuration, about, sorted(units, key=rank), damaged)
+    return Run(path, configuration, about, sorted(units, key=rank), [str(error) for error in damaged])
 
 
-def _try_unit(folder: Path, file: Path) -> Unit | str:
+def _read_description(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a run's folder says of itself: what decides its results, and the rest."""
+    path = folder / "run.json"
+    if not path.exists():
+        raise RunError(folder, "holds no run: there is no run.json in it")
+    try:
+        about = read_json(path, 1 << 26)
+        check_table(about)
+        check_format(path, about.pop("format", None), FORMAT)
+        configuration = about.pop("configuration", None)
+        check_run(configuration, about)
+    except FileError as error:
+        raise RunError(path, error.fault, error.remedy) from None
+    except ValueError as error:
+        fault = f"not the description of a run ({str(error).removesuffix('.')})"
+        raise RunError(path, fault, "restore it from a copy") from None
+    return configuration, about
+
+
+def _try_unit(folder: Path, file: Path) -> Unit | RunError:
     """A unit by its file, or what is wrong with the file."""
     try:
         unit = read_unit(file)[0]
-        if folder / unit.place != file:
-            raise RunError(f"{file}: holds {unit.title}, which belongs elsewhere.")
     except RunError as error:
-        log.warning("%s It counts as missing.", error)
-        return str(error)
-    return unit
+        return error
+    return unit if folder / unit.place == file else RunError(file, f"holds {unit.title}, which belongs elsewhere")
+
+
+def _sort_out(
+    units: Sequence[Unit], limit: int | None, images: Mapping[str, int] | None
+) -> tuple[list[Unit], list[RunError]]:
+    """The units that have all the images of their sets, and what is wrong with the others."""
+    counts = [unit.about["counts"]["images"] for unit in units]
+    wanted = dict(images or {})
+    for unit, count in zip(units, counts, strict=True):
+        known = wanted.get(unit.set_name, 0)
+        if images is None and (limit is None or count <= limit):
+            wanted[unit.set_name] = max(known, count)
+    complete, lacking = [], []
+    for unit, count in zip(units, counts, strict=True):
+        due = wanted.get(unit.set_name, limit)
+        if due is None or count == due:
+            complete.append(unit)
+        else:
+            lacking.append(RunError(unit.path or unit.place, f"holds {count:,} images of {unit.set_name}, not {due:,}"))
+    return complete, lacking
 
 
 def prepare_folder(path: str | Path, configuration: Mapping[str, Any], about: Mapping[str, Any]) -> None:
@@ -221,8 +250,8 @@ def prepare_folder(path: str | Path, configuration: Mapping[str, Any], about: Ma
         about: What else to write; that of the first time stays.
 
     Raises:
-        RunError: It holds something else than a run.
-        ValueError: It holds a run of another configuration; the message shows the differences.
+        RunError: It holds something else than a run, or a run of another configuration; the message shows the
+            differences.
     """
     path = Path(path)
     if (path / "run.json").exists():
@@ -230,19 +259,20 @@ def prepare_folder(path: str | Path, configuration: Mapping[str, Any], about: Ma
         different = find_differences(there.configuration, configuration)
         begun = there.units or there.damaged or (path / "underway").exists()
         if different and begun:
+            shown = [text if len(text) < 200 else f"{text[:200]}…" for text in different[:_SHOWN]]
             more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
-            raise ValueError(
-                f"{path} holds a run of another configuration ({'; '.join(different[:_SHOWN])}{more}). "
-                "Choose another folder."
-            )
-        for part in path.rglob(".*.part"):  # what a killed process was writing
-            part.unlink(missing_ok=True)
+            fault = f"holds a run of another configuration ({'; '.join(shown)}{more})"
+            raise RunError(path, fault, "choose another folder")
+        clear_parts(path)
         if not different:
             return
-    elif path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir()):
-        raise RunError(f"{path} holds other files and no run. Choose another folder.")
+    else:
+        if path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir()):
+            raise RunError(path, "holds other files and no run", "choose another folder")
+        clear_parts(path)
     content = {"format": FORMAT, "configuration": configuration, **about}
-    _write(path / "run.json", (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    _write(path / "run.json", text.encode(errors="backslashreplace"))  # half a character, as JSON writes it
 
 
 def make_columns(records: Iterable[Record]) -> dict[str, np.ndarray]:
@@ -266,6 +296,32 @@ def make_columns(records: Iterable[Record]) -> dict[str, np.ndarray]:
 def join_columns(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """One set of columns out of several, one after the other."""
     return {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+
+
+def check_columns(columns: Mapping[str, np.ndarray]) -> None:
+    """Check that columns are records: all there, of one length and their types, each image once.
+
+    Raises:
+        ValueError: They are not.
+    """
+    for name, kind in COLUMNS.items():
+        if name not in columns:
+            raise ValueError(f"the column {name} is missing")
+        if str(columns[name].dtype) != kind or columns[name].ndim != 1:
+            raise ValueError(f"the column {name} is not of type {kind}")
+    if len({len(columns[name]) for name in COLUMNS}) > 1:
+        raise ValueError("its columns are of different lengths")
+    if any(columns[name].max(initial=0) > 1 for name in _FLAGS):
+        raise ValueError("a column of true and false holds something else")
+    samples, labels = columns["sample"], columns["label"]
+    if samples.min(initial=0) < 0 or labels.min(initial=-1) < -1 or len(np.unique(samples)) < len(samples):
+        raise ValueError("its images are not numbered as they should be")
+
+
+def count_columns(columns: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """What a unit's description counts of its records."""
+    flags = {name: int(columns[name].sum()) for name in _FLAGS}
+    return {"images": len(columns["sample"]), "labelled": int((columns["label"] >= 0).sum()), **flags}
 
 
 def write_unit(folder: str | Path, unit: Unit, columns: Mapping[str, np.ndarray], seconds: float, **about: Any) -> Unit:
@@ -294,11 +350,7 @@ def write_unit(folder: str | Path, unit: Unit, columns: Mapping[str, np.ndarray]
         "seed": unit.seed,
         "seconds": round(seconds, 4),
         "images_per_second": round(count / seconds, 2) if seconds > 0 else None,
-        "counts": {
-            "images": count,
-            "labelled": int((columns["label"] >= 0).sum()),
-            **{name: int(columns[name].sum()) for name in ("is_right", "was_right", "adapted", "rolled_back")},
-        },
+        "counts": count_columns(columns),
         **about,
     }
     sealed = described | {"sha256": _hash(described, columns)}
@@ -314,21 +366,27 @@ def read_unit(path: Path) -> tuple[Unit, dict[str, np.ndarray]]:
         RunError: The file is missing, truncated or altered.
     """
     try:
+        check_file(path)
         with safe_open(path, framework="numpy") as file:
-            about = json.loads((file.metadata() or {})[_KEY])
-            columns = {name: file.get_tensor(name) for name in COLUMNS}
-        seal = about.pop("sha256")
-        if about["format"] != FORMAT:
-            raise RunError(f"{path}: format {about['format']}; this version of testtime reads format {FORMAT}.")
-        if any(str(columns[name].dtype) != kind or columns[name].ndim != 1 for name, kind in COLUMNS.items()):
-            raise ValueError("its columns have other types")
+            text = (file.metadata() or {}).get(_KEY)
+            columns = {name: file.get_tensor(name) for name in COLUMNS if name in file.keys()}  # noqa: SIM118
+        if text is None:
+            raise ValueError("it has no description of a unit")
+        about = parse_json(text)
+        check_table(about)
+        seal = about.pop("sha256", None)
+        check_format(path, about.get("format"), FORMAT)
+        check_unit(about)
+        check_columns(columns)
         if seal != _hash(about, columns):
             raise ValueError("it was altered")
-        unit = Unit(about["method"], about["set"], about["corruption"], about["level"], about["seed"], path, about)
-    except RunError:
-        raise
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{path}: not a whole unit ({error}).") from None
+        if about["counts"] != count_columns(columns):
+            raise ValueError("its counts are not those of its columns")
+        unit = replace(Unit.of(about["method"], about["set"], about["seed"]), path=path, about=about)
+    except FileError as error:
+        raise RunError(path, error.fault, error.remedy) from None
+    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError) as error:
+        raise RunError(path, f"a damaged unit ({error_text(error).removesuffix('.')})") from None
     return unit, columns
 
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from testtime.runs.methods import Method
 from testtime.runs.plan import Plan
 from testtime.runs.underway import Underway
 from testtime.runs.units import Unit, join_columns, make_columns
+from testtime.streams import Streams
 
 Advance = Callable[[int, int], None]
 
@@ -35,6 +37,10 @@ _BLOCK = 64  # images that are read at once: of each stream on CUDA, elsewhere o
 _BELOW_ONE = 1 - 2**-24
 _PICTURES = ("imagenet", "vid", "folder")  # families that are read from picture files
 _LOOKED_AT = ("imagenet", "folder")  # those of them that may be large, and say how far they are
+
+
+class StaleError(ValueError):
+    """What is left of streams that cannot go on from there; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class Workshop:
         if net is None or held != file:
             net = load(file).to(self.device)
             if self.fingerprints.setdefault(file, net.fingerprint()) != net.fingerprint():
-                raise CheckpointError(f"{file}: the network was replaced while the run was going on.")
+                raise CheckpointError(file, "was replaced by another network during the run")
             self._held[name] = file, net
         return net
 
@@ -98,8 +104,7 @@ class Workshop:
         """What a network is, as a run's configuration has it: fingerprints by set where every set has its own.
 
         Raises:
-            CheckpointError: A file is missing or damaged.
-            ValueError: The networks of the sets are not alike.
+            CheckpointError: A file is missing or damaged, or the networks of the sets are not alike.
         """
         sets = [source.name for source in self.plan.sources]
         files = {set_name: self.plan.file(name, set_name) for set_name in sets}
@@ -111,11 +116,12 @@ class Workshop:
             try:
                 card = self.net(name, set_name).card
             except CheckpointError as error:
-                raise CheckpointError(f"The network {name} of {set_name}: {error}") from None
+                fault = f"{error.fault} (the network {name} of {set_name})"
+                raise CheckpointError(error.path, fault, error.remedy) from None
             first = first or card
             # What it was trained on may differ, what it is and how it is used may not.
             if replace(card, record={}) != replace(first, record={}):
-                raise ValueError(f"{file} is another kind of network than {files[sets[0]]}; a method needs one kind.")
+                raise CheckpointError(file, f"another kind of network than {files[sets[0]]}", "a method needs one kind")
         assert first is not None
         marks = {set_name: self.fingerprints[file] for set_name, file in files.items()}
         return {"fingerprint": marks, "architecture": first.architecture}
@@ -150,7 +156,7 @@ class Workshop:
         if source.folder is not None and found.labels is not None and card.classes:
             found = datasets.open("folder", root, classes=card.classes, **options)
         if card.classes and found.labels is not None:
-            answers = found.scores(torch.zeros(1, len(card.classes))).shape[1]
+            answers = found.scores(torch.zeros(1, len(card.classes), dtype=torch.float32, device="cpu")).shape[1]
             if answers != len(found.classes):
                 raise ValueError(f"{name} has {len(found.classes)} classes, the network {answers}.")
         if net.channels is not None and found.shape[0] != net.channels:
@@ -169,7 +175,7 @@ class Workshop:
     def order(self, test_set: TestSet, seed: int) -> Tensor:
         """The sample numbers of a set in the order in which the run visits them."""
         shuffled = self.plan.shuffle and not test_set.ordered
-        order = stream_order(len(test_set), seed) if shuffled else torch.arange(len(test_set))
+        order = stream_order(len(test_set), seed) if shuffled else torch.arange(len(test_set), device="cpu")
         return order[: self.plan.limit]
 
     def run_unit(self, unit: Unit, part: slice = slice(None), advance: Advance | None = None) -> Columns:
@@ -248,6 +254,9 @@ class Workshop:
 
         Returns:
             The columns of each.
+
+        Raises:
+            StaleError: They cannot go on from there; nothing was done.
         """
         self._adapter = None  # its memory is wanted
         method, seed = self.plan.method(units[0].method), units[0].seed
@@ -262,7 +271,7 @@ class Workshop:
                 advance(len(columns["sample"]), count_wrong(columns))
 
         if begun is not None:
-            streams.load_state_dict(begun.state)
+            _resume(streams, orders, begun)
             for row, columns in enumerate(begun.columns):
                 add(row, columns)
             orders = orders[:, len(begun.columns[0]["sample"]) :]
@@ -287,6 +296,17 @@ class Workshop:
                 kept = time.monotonic()
                 pause = max(KEEP_SECONDS, 20 * (kept - now))
         return [join_columns(own) for own in parts]
+
+
+def _resume(streams: Streams, orders: Tensor, begun: Underway) -> None:
+    """Put streams back to where they were, after the first images of orders `(S, N)`."""
+    for order, columns in zip(orders, begun.columns, strict=True):
+        if not np.array_equal(columns["sample"], order[: len(columns["sample"])].numpy()):
+            raise StaleError("it is of other images")
+    try:
+        streams.load_state_dict(begun.state)
+    except ValueError as error:
+        raise StaleError(str(error).removesuffix(".")) from None
 
 
 def find_threshold(confidences: Sequence[float], share: float) -> float:
