@@ -3,13 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-extras lint bench clean
 
 demo: $(INSTALLED) ## train on the built-in digits, adapt under shifts, write demo/index.html
 	$(BIN)/testtime demo --out demo
 
 test: lint ## everything that must hold: style, types, tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --ignore=tests/extras
+
+test-extras: $(INSTALLED) ## what needs more than that: sanitizers, Ray, a browser; installs it
+	$(BIN)/python tests/extras/run.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

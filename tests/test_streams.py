@@ -254,7 +254,7 @@ def test_states_of_another_count_or_kind_are_refused_and_change_nothing(tmp_path
     more, online = Streams(network(), COUNT + 1, **GIVEN), Online(network(), **GIVEN)
     more.predict(pictures(0, COUNT + 1))
     online.predict(pictures(0))
-    with pytest.raises(ValueError, match="The state is not one of 3 streams"):
+    with pytest.raises(ValueError, match="not 3 integers"):
         streams.load_state_dict(more.state_dict())
     with pytest.raises(ValueError, match="another adapter: Online, here Streams"):
         streams.load_state_dict(online.state_dict())

@@ -36,10 +36,10 @@ from testtime.learner import (
     Learner,
     Preset,
     Settings,
-    check_counts,
     find_preset,
     is_rowwise,
     load_learner,
+    read_counts,
     save_learner,
 )
 from testtime.networks.replicas import Replicas
@@ -169,7 +169,7 @@ class Adapter(nn.Module):
                 "adapter": pack_text(type(self).__name__),
                 "settings": pack_text(json.dumps(self.settings.describe(), sort_keys=True)),
                 "network": pack_text(self._networks[0].fingerprint()),
-                "counts": torch.tensor([self.seen, self.adapted, self.rolled_back]),
+                "counts": _integers([self.seen, self.adapted, self.rolled_back]),
                 **self._learned(),
             }
 
@@ -180,15 +180,13 @@ class Adapter(nn.Module):
             ValueError: The state belongs to another network, adapter or settings; nothing was changed.
         """
         own = self.state_dict()
-        for key in ("counts", "adapter", "network", "settings"):
+        counts = read_counts(state_dict, "counts", 3)
+        for key in ("adapter", "network", "settings"):
             if key not in state_dict:
                 raise ValueError(f"not an adapter's state: {key!r} is missing.")
-            if key == "counts":
-                continue
             there, here = unpack_text(state_dict[key]), unpack_text(own[key])
             if there != here:
                 raise ValueError(f"the state was saved with another {key}: {there}, here {here}.")
-        counts = check_counts(state_dict["counts"], 3)
         if counts[1] + counts[2] > counts[0]:
             raise ValueError(
                 f"not an adapter's state: of {counts[0]} images {counts[1] + counts[2]} were learned from."
@@ -199,7 +197,7 @@ class Adapter(nn.Module):
         with self._turn, torch.inference_mode(False), self._all_or_nothing():
             self._load(state_dict)
             self.seen = counts[0]
-            self._counts = torch.tensor(counts[1:], dtype=torch.int64, device=self._device)
+            self._counts = _integers(counts[1:]).to(self._device)
 
     def save(self, path: str | Path) -> None:
         """Write the state to a safetensors file, whole or not at all."""
@@ -448,3 +446,7 @@ class Online(Adapter):
         self._learner = load_learner(
             state, self._networks[0], lambda shape: Learner(self._networks[0], 1, self.settings, shape)
         )
+
+
+def _integers(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")

@@ -33,8 +33,9 @@ class CropFlip:
     flip: bool = True
 
     def __post_init__(self) -> None:
-        if self.padding < 0:
-            raise ValueError(f"`padding` must be at least 0, got {self.padding}.")
+        if not isinstance(self.padding, int) or isinstance(self.padding, bool) or self.padding < 0:
+            raise ValueError(f"`padding` must be an integer of at least 0, got {self.padding!r}.")
+        _check_flip(self.flip)
 
     def __call__(self, images: Tensor, draws: Draws) -> Tensor:
         height, width = images.shape[-2:]
@@ -69,12 +70,14 @@ class ResizedCropFlip:
     flip: bool = True
 
     def __post_init__(self) -> None:
-        if self.size is not None and self.size < 1:
-            raise ValueError(f"`size` must be at least 1, got {self.size}.")
+        if self.size is not None and not (isinstance(self.size, int) and self.size >= 1):
+            raise ValueError(f"`size` must be an integer of at least 1, got {self.size!r}.")
         for name in ("scale", "ratio"):
-            low, high = getattr(self, name)
-            if not 0 < low <= high:
-                raise ValueError(f"`{name}` must be two rising positive numbers, got {(low, high)}.")
+            bounds = getattr(self, name)
+            numbers = isinstance(bounds, tuple) and all(isinstance(bound, int | float) for bound in bounds)
+            if not numbers or len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] < math.inf:
+                raise ValueError(f"`{name}` must be two rising positive numbers, got {bounds!r}.")
+        _check_flip(self.flip)
 
     def __call__(self, images: Tensor, draws: Draws) -> Tensor:
         height, width = images.shape[-2:]
@@ -121,7 +124,17 @@ def make(specification: Mapping[str, Any]) -> Augment:
     name = arguments.pop("name", None)
     if name not in kinds:
         raise ValueError(f"`augment` must be named one of {', '.join(kinds)}, got {name!r}.")
-    return kinds[name](**{key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()})
+    try:
+        return kinds[name](
+            **{key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+        )
+    except TypeError as error:
+        raise ValueError(f"`augment` {name!r}: {error}.") from None
+
+
+def _check_flip(flip: object) -> None:
+    if not isinstance(flip, bool):
+        raise ValueError(f"`flip` must be true or false, got {flip!r}.")
 
 
 def _pick(images: Tensor, places: Tensor) -> Tensor:
@@ -150,7 +163,7 @@ def _resize_matrix(start: Tensor, length: Tensor, inputs: int, outputs: int) -> 
     """
     device = start.device
     scale = (length.float() / outputs)[..., None, None]
-    centre = (torch.arange(outputs, device=device)[:, None] + 0.5) * scale - 0.5  # within the box
+    centre = (torch.arange(outputs, dtype=torch.float32, device=device)[:, None] + 0.5) * scale - 0.5  # within the box
     pixel = torch.arange(inputs, device=device) - start[..., None, None]
     weight = (1 - (pixel - centre).abs() / scale.clamp(min=1)).clamp(min=0)
     weight = weight * ((pixel >= 0) & (pixel < length[..., None, None]))

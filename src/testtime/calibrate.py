@@ -68,7 +68,7 @@ def most_together(net: YNet, settings: Settings, shape: Sequence[int]) -> int:
     """
     device = next(net.parameters()).device
     draws = Draws.of(0, torch.zeros(1, 1, dtype=torch.int64, device=device))
-    views = make_views(torch.zeros(1, 1, *shape, device=device), draws, settings)[0][0]
+    views = make_views(torch.zeros(1, 1, *shape, dtype=torch.float32, device=device), draws, settings)[0][0]
     if device.type == "cpu":
         return max(1, _PIXELS // (len(views) * views.shape[-2] * views.shape[-1]))
     return most_for_kernels(net, views)

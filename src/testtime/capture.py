@@ -70,7 +70,7 @@ class Series:
         assert length >= 2  # Captured tries the function twice
         self._length = length
         self._inputs = [tensor.unsqueeze(0).repeat(length, *[1] * tensor.dim()) for tensor in inputs]
-        self._outputs = torch.empty(0)
+        self._outputs = self._inputs[0]  # replaced when the sizes are known
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._next = torch.zeros(1, dtype=torch.int64, device=inputs[0].device)
 

@@ -93,7 +93,7 @@ class Groups:
         if self._at_home:
             return self._home().replicas.read(row)
         learner = self._learner(1)
-        self._take(learner, torch.tensor([row], device=learner.everyone.device))
+        self._take(learner, torch.tensor([row], dtype=torch.int64, device=learner.everyone.device))
         return learner.replicas.read(0)
 
     def reset(self, rows: Tensor) -> None:

@@ -230,7 +230,8 @@ class Learner:
                 if value.shape == self.replicas.numbers.shape and target == "numbers":
                     state |= {f"optimizer/{key}/{part}": view for part, view in self.replicas.unpack(value).items()}
                 else:
-                    state[f"optimizer/{key}/{target}"] = value
+                    # A count of steps is of torch's default dtype, which the state must not depend on.
+                    state[f"optimizer/{key}/{target}"] = value if value.dim() else value.float()
         return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
 
     @torch.no_grad()
@@ -304,7 +305,7 @@ def is_rowwise(settings: Settings) -> bool:
 
     It must also go on from a memory of zeros as it begins without any, which is how a row is put back to the start.
     """
-    numbers = Draws.of(0, torch.arange(2)).normal(4, 3, 3)  # two rows: a start and three gradients
+    numbers = Draws.of(0, torch.arange(2, device="cpu")).normal(4, 3, 3)  # two rows: a start and three gradients
     ends = []
     for rows, from_zeros in (([slice(0, 1), slice(1, 2)], False), ([slice(0, 2)], False), ([slice(0, 2)], True)):
         parts = []
@@ -365,14 +366,15 @@ class Keeper(Protocol):
 Kept = TypeVar("Kept", bound=Keeper)
 
 
-def check_counts(counts: Tensor, number: int) -> list[int]:
-    """So many counts from a saved state.
+def read_counts(state: Mapping[str, Tensor], name: str, number: int) -> list[int]:
+    """So many counts from a saved state, by their name.
 
     Raises:
-        ValueError: They are something else.
+        ValueError: They are missing or something else.
     """
-    if counts.dtype != torch.int64 or counts.shape != (number,) or (counts < 0).any():
-        raise ValueError(f"not an adapter's state: it must count with {number} integers from 0 on.")
+    counts = state.get(name)
+    if counts is None or counts.dtype != torch.int64 or counts.shape != (number,) or (counts < 0).any():
+        raise ValueError(f"not an adapter's state: its {name!r} are not {number} integers from 0 on.")
     return counts.tolist()
 
 
@@ -410,5 +412,5 @@ def save_learner(learner: Keeper | None) -> dict[str, Tensor]:
     """A learner for an adapter's state, as `load_learner` reads it."""
     if learner is None:
         return {}
-    state = learner.state() | {"shape": torch.tensor(learner.shape)}
+    state = learner.state() | {"shape": torch.tensor(learner.shape, dtype=torch.int64, device="cpu")}
     return {f"learner/{name}": tensor for name, tensor in state.items()}

@@ -14,11 +14,11 @@ from testtime.groups import Groups
 from testtime.learner import (
     Preset,
     Settings,
-    check_counts,
     find_preset,
     has_rows,
     is_rowwise,
     load_learner,
+    read_counts,
     save_learner,
 )
 from testtime.networks.ynet import YNet
@@ -160,8 +160,6 @@ class Streams(Adapter):
         return {"numbers": self._numbers.to("cpu", copy=True)} | save_learner(self._groups)
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        if "numbers" not in state:
-            raise ValueError(f"not a state of {self.count} streams: 'numbers' is missing.")
-        numbers = check_counts(state["numbers"], self.count)
+        numbers = read_counts(state, "numbers", self.count)
         self._groups = load_learner(state, self._networks[0], lambda shape: self._make(shape, self._most(shape)))
         self._numbers = torch.tensor(numbers, dtype=torch.int64, device=self._device)

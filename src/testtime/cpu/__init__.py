@@ -216,7 +216,8 @@ def _layer(x: Tensor, count: int, layer: Convolution, moments: Tensor) -> Layer:
 
 def _norm(x: Tensor, count: int, norm: GroupNorm, moments: Tensor) -> Norm:
     channels, apart = x.shape[1], norm.weight.stride(0)
-    if channels % 16 or norm.groups < 1 or channels % norm.groups or norm.bias.stride(0) != apart:
+    alike = count == 1 or norm.bias.stride(0) == apart  # of a single row the stride says nothing
+    if channels % 16 or norm.groups < 1 or channels % norm.groups or not alike:
         raise ValueError(f"GroupNorm of {norm.groups} groups does not fit images {tuple(x.shape)}.")
     scales = (pointer(tensor, (count, channels), "rows") for tensor in (norm.weight, norm.bias))
     known = pointer(moments, (len(x), norm.groups, 2))

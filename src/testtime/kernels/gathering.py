@@ -142,7 +142,7 @@ class Gathering:
                 for start, target, rows, size in sums
                 for first in range(0, size, columns)
             ]
-            self._tables[sums, columns] = torch.tensor(table, dtype=torch.int64).to(self._numbers.device)
+            self._tables[sums, columns] = torch.tensor(table, dtype=torch.int64, device=self._numbers.device)
         table = self._tables[sums, columns]
         _sum_rows[(len(table), count)](
             self._memory, result, table, count, width, ROWS=block, COLUMNS=columns, num_warps=4

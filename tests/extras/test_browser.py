@@ -1,0 +1,99 @@
+"""The pages that the package writes, in a real browser: nothing fails, nothing leaves, nothing is cut off."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testtime import cli, resnet26
+from testtime.runs import make_plan, run_plan
+
+sync_api = pytest.importorskip("playwright.sync_api")
+
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
+FLAGS += ("--disable-component-update", "--disable-sync")
+HOSTILE = "<img src=x onerror=document.title='owned'>\"'</script><b>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("needs chromium")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The pages by name, made when they are first asked for."""
+    folder = tmp_path_factory.mktemp("pages")
+
+    def report() -> Path:
+        net = resnet26(depth=8, channels=1, size=16)
+        net.describe(classes=tuple("0123456789"), augment={"name": "crop-flip", "padding": 1, "flip": False})
+        net.save(folder / "net.safetensors")
+        data = ["digits", "digits-c/fog/3", "digits-c/fog/5", "digits-c/contrast/5"]
+        plan = make_plan(checkpoint=folder / "net.safetensors", data=data, limit=30, copies=["2"], steps=["1"])
+        run_plan(plan, folder / "run")
+        assert cli.run(["report", str(folder / "run"), "--out", str(folder / "report")]) == 0
+        return folder / "report" / "index.html"
+
+    def hostile() -> Path:
+        net = resnet26(depth=8, channels=1, size=16)
+        net.describe(classes=tuple(f"{digit}{HOSTILE}" for digit in range(10)))
+        net.save(folder / "hostile.safetensors")
+        plan = make_plan(checkpoint=folder / "hostile.safetensors", data=["digits"], limit=10, methods="fixed")
+        run_plan(plan, folder / "hostile-run")
+        assert cli.run(["report", str(folder / "hostile-run"), "--out", str(folder / "hostile-report")]) == 0
+        return folder / "hostile-report" / "index.html"
+
+    def diagnosis() -> Path:
+        out = folder / "diagnosis"
+        arguments = ["-c", "digits-resnet8-gn-joint", "--data", "digits-c/contrast/5", "--limit", "40"]
+        assert cli.run(["diagnose", *arguments, "--out", str(out)]) == 0
+        return out / "index.html"
+
+    def demo() -> Path:
+        assert cli.run(["demo", "--quick", "--out", str(folder / "demo")]) == 0
+        return folder / "demo" / "index.html"
+
+    makers, made = {"report": report, "hostile": hostile, "diagnosis": diagnosis, "demo": demo}, {}
+
+    def find(name: str) -> Path:
+        if name not in made:
+            made[name] = makers[name]()
+        return made[name]
+
+    return find
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("name", ["report", "diagnosis", "demo", "hostile"])
+def test_a_page_is_whole(name: str, width: int, scheme: Any, browser: Any, pages: Callable[[str], Path]) -> None:
+    path = pages(name)
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    said: list[str] = []
+    asked: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(path.as_uri())
+    title = page.title()
+    page.wait_for_timeout(100)
+    assert said == []
+    assert "owned" not in title
+    assert page.title() == title
+    assert all(url.startswith(("file://", "data:")) for url in asked), asked
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
+    colours = page.evaluate("(({color, backgroundColor}) => [color, backgroundColor])(getComputedStyle(document.body))")
+    assert colours[0] != colours[1]
+    page.close()
