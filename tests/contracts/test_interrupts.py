@@ -18,7 +18,7 @@ import testtime as tt
 
 SOURCES = str(Path(tt.__file__).parent)
 MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
-COUNT, PLACES = 4, 60
+COUNT, PLACES = 4, 32
 SETTINGS: dict[str, Any] = {"copies": 2, "lr": 0.05}
 NET = tt.load("digits-resnet8-gn-joint")
 BATCH_NORM = tt.resnet26(depth=8, channels=1, size=16, norm="batch").eval()

@@ -55,6 +55,7 @@ class Extra:
 
 EXTRAS = {
     "sanitizers": Extra(("tests/extras/test_sanitizers.py",)),
+    "emulated CUDA": Extra(("tests/extras/test_emulated_kernels.py",)),
     "ray": Extra(("tests/extras/test_ray.py",), packages=("ray",)),
     "browser": Extra(
         ("tests/extras/test_browser.py",), packages=("playwright",), program="chromium", debian="chromium"

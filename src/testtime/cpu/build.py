@@ -239,11 +239,13 @@ def _run(command: list[str], deadline: float) -> str:
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    """End a process that leads a session of its own, with all that it started; one that has ended left nothing."""
-    if process.poll() is not None:
-        return
-    if os.name == "posix":
-        os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
-    process.communicate()
+    """End a process that leads a session of its own, with all that it started, if it has not ended by itself."""
+    if process.poll() is None:
+        if os.name == "posix":
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+        process.wait()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()

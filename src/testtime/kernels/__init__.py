@@ -21,7 +21,7 @@ summed in float32; products of float32 images are taken in TF32, so exact float3
 
 The modules here have them all, in Triton. convolution.cu has the case that matters most, as many channels in as
 out and stride 1, in CUDA C++, where a tile can stay in shared memory for all nine taps; native.py compiles it with
-NVRTC, which comes with torch. tests/test_kernels.py runs it on a CPU.
+NVRTC, which comes with torch. tests/extras/test_emulated_kernels.py runs it on a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// The instructions of the tensor cores and of what feeds them, one function each; tests/emulated/cuda.h has them for a CPU.
+// The instructions of the tensor cores and of what feeds them, one function each; tests/extras/emulated/cuda.h has them for a CPU.
 
 __device__ __forceinline__ unsigned shared_address(const void* place) {
     return static_cast<unsigned>(__cvta_generic_to_shared(place));

@@ -1,4 +1,4 @@
-"""The CUDA kernels of convolution.cu on a CPU, block by block, against torch; tests/emulated/cuda.h plays the GPU."""
+"""The CUDA kernels of convolution.cu on a CPU, block by block, against torch; emulated/cuda.h plays the GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 HERE = Path(__file__).parent / "emulated"
-SOURCES = Path(__file__).parent.parent / "src" / "testtime" / "kernels"
+SOURCES = Path(__file__).parent.parent.parent / "src" / "testtime" / "kernels"
 SHAPES = [(16, 32), (16, 16), (32, 16), (64, 8)]
 KINDS = {"bf16": torch.bfloat16, "tf32": torch.float32}
 CASES = [(kind, *shape) for kind in KINDS for shape in SHAPES]
