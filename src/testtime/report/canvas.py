@@ -2,8 +2,8 @@
 
 A drawing is a function that fills a figure with the tones it is given. For a page (`inline`) letters and lines take the
 page's own ink and font, so that they follow its light and dark style; for a file they are drawn on white with letters
-as outlines, the same everywhere. The colours are told apart by people who do not see red and green alike; each method
-keeps its own in every figure.
+as outlines, the same everywhere. The colours suit people who do not tell red from green; each method has the same one
+in every figure.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Drawing:
     """A figure that is yet to be drawn.
 
     Attributes:
-        name: Its file's name, and what keeps the names inside it apart from those of other figures on a page; letters,
-            digits and dashes.
+        name: Its file's name, and the prefix of the names inside it, which are unique on a page; letters, digits and
+            dashes.
         title: What it shows, for those who cannot see it.
         size: Width and height in inches.
         draw: Fills a figure.

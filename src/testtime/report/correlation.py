@@ -1,6 +1,6 @@
 """Gradient correlation against improvement: a study of gradients joined with a run's errors (paper, figure 4).
 
-`join` takes the file that `python -m testtime.analysis` wrote and the runs of the same network, and gives for each
+`join` takes the file that `testtime gradients` wrote and the runs of the same network, and gives for each
 method and each thing that was measured the linear correlation with the improvement, with its bootstrap interval over
 the sets. The paper has 0.93 for the standard and 0.89 for the online version, over 75 sets.
 """
@@ -11,21 +11,23 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from testtime.analysis.study import read_study
 from testtime.checks import show
+from testtime.diagnosis.gradient_study import read_gradient_study
+from testtime.evaluation import open_runs
 from testtime.randomness import Draws
-from testtime.report.canvas import Drawing
+from testtime.report.canvas import Drawing, Tones, colour_of
 from testtime.report.results import BASELINE, MEAN, Results, collect, method_title
-from testtime.report.run_figures import draw_correlation
 from testtime.report.sources import ResultsError
 from testtime.report.statistics import ROUNDS, Interval, fit_line, interval_of
-from testtime.runs import open_runs
 from testtime.storage import printable, write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PAPER: Mapping[str, float] = {"episodic": 0.93, "online": 0.89}
 """The paper's correlation of the inner product, by batch, with the improvement."""
@@ -115,7 +117,7 @@ def join(study: str | Path, runs: Sequence[str | Path], seed: int = 0) -> Joined
         RunError: A folder is no run.
         ResultsError: They are of different networks, or have too few sets in common.
     """
-    found, results = read_study(study), collect([run for path in runs for run in open_runs(path)], seed)
+    found, results = read_gradient_study(study), collect([run for path in runs for run in open_runs(path)], seed)
     _check_network(found, results)
     errors = _errors(results)
     adapting = [method for method in results.methods if method != BASELINE and method in PAPER]
@@ -160,6 +162,53 @@ def bootstrap_correlation(x: np.ndarray, y: np.ndarray, seed: int = 0, rounds: i
     return interval_of((xs * ys).sum(1)[usable] / scale[usable])
 
 
+def draw_correlation(
+    correlations: np.ndarray,
+    improvements: np.ndarray,
+    *,
+    name: str = "correlation",
+    title: str = "gradient correlation against improvement",
+    x_label: str = "inner product of the two tasks' gradients",
+    y_label: str = "improvement in error, points",
+    colour: str = "online",
+) -> Drawing:
+    """Gradient correlation against improvement, a point for each test set, with a line and its 99% band (figure 4).
+
+    Args:
+        correlations: Mean inner product of the main and the self-supervised gradient on each set, `(N,)`.
+        improvements: By how much the error fell there, `(N,)`.
+        name: The drawing's name.
+        title: What it shows.
+        x_label: Of the first axis.
+        y_label: Of the second axis.
+        colour: The method whose colour it takes.
+
+    Raises:
+        ValueError: There are too few points for a line.
+    """
+    x, y = np.asarray(correlations, float), np.asarray(improvements, float)
+    line = fit_line(x, y, 0.99)
+
+    def draw(figure: Figure, tones: Tones) -> None:
+        axes = figure.add_subplot()
+        axes.fill_between(line.at, line.low, line.high, color=colour_of(colour), alpha=0.18, linewidth=0)
+        axes.plot(line.at, line.slope * line.at + line.offset, color=colour_of(colour), linewidth=1.9)
+        axes.plot(x, y, linestyle="none", marker="o", markersize=4.5, color=colour_of(colour), alpha=0.8)
+        axes.annotate(
+            f"r = {line.correlation:.2f}, n = {len(x)}",
+            (0.03, 0.97),
+            xycoords="axes fraction",
+            va="top",
+            color=tones.ink,
+        )
+        axes.axhline(0, color=tones.rule, linewidth=1)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.grid()
+
+    return Drawing(name, title, (4.6, 3.6), draw)
+
+
 def draw(joined: Joined) -> list[Drawing]:
     """The paper's scatter for each method, and the one without labels."""
     drawings = []
@@ -183,7 +232,7 @@ def draw(joined: Joined) -> list[Drawing]:
     return drawings
 
 
-def tell(joined: Joined) -> str:
+def format_correlations(joined: Joined) -> str:
     """The correlations as a text table."""
     methods = list(joined.improvements)
     width = max(map(len, PREDICTORS.values()))

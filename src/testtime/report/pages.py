@@ -1,7 +1,8 @@
-"""The templates of pages: one file with everything inside, in which no text from outside is more than a text."""
+"""The templates of pages: one file with everything inside, in which text from outside is always escaped."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,17 @@ from testtime.storage import printable
 
 if TYPE_CHECKING:
     import jinja2
+
+
+def require() -> None:
+    """Check that the extra `report` is installed.
+
+    Raises:
+        ModuleNotFoundError: It is not; the message says what to install.
+    """
+    for name in ("matplotlib", "jinja2"):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"The page needs {name}: pip install 'testtime[report]'", name=name)
 
 
 def open_template(name: str) -> jinja2.Template:

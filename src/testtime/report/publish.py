@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 from testtime.data.sets import TestSet
+from testtime.evaluation import Run, open_runs, write_summary
+from testtime.progress import Progress
+from testtime.report.canvas import Drawing
+from testtime.report.pages import require
 from testtime.report.paper import Measure
 from testtime.report.results import Results, collect
+from testtime.report.run_figures import draw_all
+from testtime.report.run_page import render_run_page
 from testtime.report.run_tables import as_csv, latex, markdown
-from testtime.report.samples import Places
-from testtime.runs import Run, open_runs, write_summary
+from testtime.report.samples import SetLookup
 from testtime.storage import write_whole
 
 Format = Literal["md", "latex", "csv", "json", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-Progress = Callable[[int, int, str], None]
 Words = tuple[str, Sequence[str]]
 
 
@@ -57,13 +61,13 @@ def publish(
             records, of which the same tables can be made again), `index.html` and `figures/`.
         formats: Which of them; `html` brings the figures.
         measure: Errors or accuracies.
-        paper: Whether to show the paper's own numbers beside ours.
+        paper: Whether to show the paper's own numbers as well.
         seed: Seed of the bootstrap.
-        root: Where data sets are looked for, for sample pictures.
+        root: The folder of data sets, for sample pictures.
         sets: Test sets that have no name to be opened by, for sample pictures.
         words: Sections to begin the page with: a title and paragraphs each.
         command: What was asked for, for the record.
-        progress: Told how many of how many things are done, and what.
+        progress: Called with how many figures and pages are done, of how many, and the last one's title.
 
     Returns:
         What was reported.
@@ -75,8 +79,6 @@ def publish(
     """
     folder = Path(out)
     if "html" in formats:
-        from testtime.report import require
-
         require()
     results = collect([found for run in runs for found in ([run] if isinstance(run, Run) else open_runs(run))], seed)
     if "md" in formats:
@@ -88,21 +90,14 @@ def publish(
     if "json" in formats:
         write_summary(folder / "summary.json", results.runs)
     if "html" in formats:
-        from testtime.report.run_figures import draw_all
-        from testtime.report.run_page import render_run_page
-
         drawings = list(draw_all(results, measure, paper))
-        for place, (_, _, drawing) in enumerate(drawings):
-            _write(folder / "figures" / f"{drawing.name}.svg", drawing.svg(inline=False))
-            write_whole(folder / "figures" / f"{drawing.name}.png", drawing.png())
-            if progress is not None:
-                progress(place + 1, len(drawings) + 1, drawing.title)
+        _write_figures(folder / "figures", [drawing for _, _, drawing in drawings], progress)
         page = render_run_page(
             results,
             drawings,
             measure=measure,
             paper=paper,
-            places=Places(root, sets or {}),
+            lookup=SetLookup(root, sets or {}),
             words=words,
             seed=seed,
             command=command,
@@ -111,6 +106,14 @@ def publish(
         if progress is not None:
             progress(len(drawings) + 1, len(drawings) + 1, "index.html")
     return results
+
+
+def _write_figures(folder: Path, drawings: Sequence[Drawing], progress: Progress | None) -> None:
+    for count, drawing in enumerate(drawings, 1):
+        _write(folder / f"{drawing.name}.svg", drawing.svg(inline=False))
+        write_whole(folder / f"{drawing.name}.png", drawing.png())
+        if progress is not None:
+            progress(count, len(drawings) + 1, drawing.title)
 
 
 def _write(path: Path, text: str) -> None:

@@ -14,18 +14,18 @@ import numpy as np
 
 from testtime.corruptions import CORRUPTIONS
 from testtime.data.vid import CIFAR7
+from testtime.evaluation import Run
 from testtime.report.paper import ABBREVIATIONS, PAPER_NAMES, Measure, PaperTable, find_table
 from testtime.report.sources import (
+    RunUnit,
+    RunUnits,
     SetVerdicts,
-    Source,
-    Sources,
     check_images,
     find_norms,
     read_verdicts,
-    sort_sources,
+    sort_units,
 )
 from testtime.report.statistics import Interval, bootstrap_means, holm, interval_of, sign_test, spread
-from testtime.runs import Run
 from testtime.storage import printable
 
 BASELINE = "fixed"
@@ -149,7 +149,7 @@ class Results:
 
     runs: Sequence[Run]
     tables: tuple[Table, ...]
-    sources: Mapping[tuple[str, str], tuple[Source, ...]]
+    sources: Mapping[tuple[str, str], tuple[RunUnit, ...]]
     seconds: Mapping[str, float]
     notes: tuple[str, ...]
 
@@ -188,7 +188,7 @@ def column_short(key: str) -> str:
 
 
 def method_title(method: str) -> str:
-    """A method's name with the paper's beside it."""
+    """A method's name and the paper's for it."""
     return f"{method} ({PAPER_NAMES[method]})" if method in PAPER_NAMES else printable(method)
 
 
@@ -204,7 +204,7 @@ def collect(runs: Sequence[Run], seed: int = 0) -> Results:
     Raises:
         ResultsError: There is nothing to report, or the runs do not belong together.
     """
-    sources, notes = sort_sources(runs)
+    sources, notes = sort_units(runs)
     verdicts = {key: read_verdicts(key, found) for key, found in sources.items()}
     check_images(verdicts, sources)
     norm = "batch" if find_norms(runs) == {"batch"} else "group"
@@ -221,7 +221,7 @@ def collect(runs: Sequence[Run], seed: int = 0) -> Results:
 _Layout = tuple[str, str, int | None, dict[str, str], "PaperTable | None"]  # title, family, level, key → set, paper
 
 
-def _lay_out(sources: Sources, norm: str) -> Iterator[_Layout]:
+def _lay_out(sources: RunUnits, norm: str) -> Iterator[_Layout]:
     """Which sets stand together in a table."""
     units = {key[1]: entries[0].unit for key, entries in sources.items()}
     taken: set[str] = set()
@@ -346,7 +346,7 @@ def _correct(rows: Mapping[str, Mapping[str, Cell]]) -> dict[str, dict[str, Cell
 
 
 def _by_class(
-    sources: Sources, verdicts: Mapping[tuple[str, str], SetVerdicts], norm: str, seed: int
+    sources: RunUnits, verdicts: Mapping[tuple[str, str], SetVerdicts], norm: str, seed: int
 ) -> Iterator[Table]:
     """The paper's table of the seven classes of VID-Robust that CIFAR-10 has."""
     from testtime.data.cifar import CLASSES
@@ -359,9 +359,9 @@ def _by_class(
     parts: dict[tuple[str, str], SetVerdicts] = {(method, "average"): one for method, one in found.items()}
     for title, number in numbers.items():
         for method, one in found.items():
-            keep = one.labels == number
-            if keep.any():
-                parts[method, title] = SetVerdicts(one.samples[keep], one.labels[keep], one.right[:, keep], one.seconds)
+            own = one.labels == number
+            if own.any():
+                parts[method, title] = SetVerdicts(one.samples[own], one.labels[own], one.right[:, own], one.seconds)
     keys = {title: title for title in (*numbers, "average") if any(key[1] == title for key in parts)}
     table = _measure("vid-cifar7 by class", "", None, keys, find_table(name, None, norm), parts, seed)
     yield replace(table, family=name)

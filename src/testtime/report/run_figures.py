@@ -1,4 +1,4 @@
-"""The figures of runs: the paper's bars, curves and scatter, and what it has no figure for.
+"""The figures of runs: the paper's bars and curves, and what it has no figure for.
 
 Each function takes results (or plain arrays) and gives a `Drawing`, which makes SVG or PNG of it.
 """
@@ -25,7 +25,6 @@ from testtime.report.results import (
     order_methods,
 )
 from testtime.report.sources import stream_of
-from testtime.report.statistics import fit_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +55,7 @@ def sliding_mean(values: np.ndarray, window: int, points: int = _POINTS) -> Curv
     Args:
         values: `(N,)`, in [0, 1].
         window: How many values count.
-        points: At most about so many points are kept of the curve.
+        points: About how many points of the curve are returned at most.
     """
     count = len(values)
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -295,53 +294,6 @@ def draw_cost(results: Results, table: Table, measure: Measure = "error") -> Dra
         axes.grid(which="major")
 
     return Drawing(f"cost-{_slug(table)}", f"{table.title}: {measure} against time", (5.4, 3.4), draw)
-
-
-def draw_correlation(
-    correlations: np.ndarray,
-    improvements: np.ndarray,
-    *,
-    name: str = "correlation",
-    title: str = "gradient correlation against improvement",
-    x_label: str = "inner product of the two tasks' gradients",
-    y_label: str = "improvement in error, points",
-    colour: str = "online",
-) -> Drawing:
-    """Gradient correlation against improvement, a point for each test set, with a line and its 99% band (figure 4).
-
-    Args:
-        correlations: Mean inner product of the main and the self-supervised gradient on each set, `(N,)`.
-        improvements: By how much the error fell there, `(N,)`.
-        name: The drawing's name.
-        title: What it shows.
-        x_label: Of the first axis.
-        y_label: Of the second axis.
-        colour: The method whose colour it takes.
-
-    Raises:
-        ValueError: There are too few points for a line.
-    """
-    x, y = np.asarray(correlations, float), np.asarray(improvements, float)
-    line = fit_line(x, y, 0.99)
-
-    def draw(figure: Figure, tones: Tones) -> None:
-        axes = figure.add_subplot()
-        axes.fill_between(line.at, line.low, line.high, color=colour_of(colour), alpha=0.18, linewidth=0)
-        axes.plot(line.at, line.slope * line.at + line.offset, color=colour_of(colour), linewidth=1.9)
-        axes.plot(x, y, linestyle="none", marker="o", markersize=4.5, color=colour_of(colour), alpha=0.8)
-        axes.annotate(
-            f"r = {line.correlation:.2f}, n = {len(x)}",
-            (0.03, 0.97),
-            xycoords="axes fraction",
-            va="top",
-            color=tones.ink,
-        )
-        axes.axhline(0, color=tones.rule, linewidth=1)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-        axes.grid()
-
-    return Drawing(name, title, (4.6, 3.6), draw)
 
 
 def draw_all(results: Results, measure: Measure = "error", paper: bool = False) -> Iterator[tuple[str, Table, Drawing]]:

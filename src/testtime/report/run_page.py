@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from testtime.evaluation import Run, Unit
 from testtime.report.canvas import Drawing, colour_of
 from testtime.report.pages import open_template
 from testtime.report.paper import PAPER_NAMES, Measure
@@ -23,15 +24,14 @@ from testtime.report.results import (
     method_title,
 )
 from testtime.report.run_tables import difference, explain
-from testtime.report.samples import NOWHERE, Places, pick_samples
+from testtime.report.samples import SetLookup, pick_samples
 from testtime.report.statistics import ROUNDS
-from testtime.runs import Run, Unit
 
 _ABOUT = {
     "plain": "trained on classes only",
     "fixed": "the network as trained",
     "episodic": "learns from one image, then forgets",
-    "online": "learns from each image and keeps it",
+    "online": "learns from each image and remembers it",
     "uda": "trained on the unlabelled test set as well",
     "alp": "trained on adversarial images",
 }
@@ -52,7 +52,7 @@ def render_run_page(
     *,
     measure: Measure = "error",
     paper: bool = False,
-    places: Places = NOWHERE,
+    lookup: SetLookup | None = None,
     words: Sequence[tuple[str, Sequence[str]]] = (),
     seed: int = 0,
     command: str = "",
@@ -63,15 +63,15 @@ def render_run_page(
         results: What the runs found.
         drawings: Its figures, from `draw_all`.
         measure: Whether to show errors or accuracies.
-        paper: Whether to show the paper's numbers beside ours.
-        places: Where test sets are, for sample pictures.
+        paper: Whether to show the paper's numbers as well.
+        lookup: Finds the test sets, for sample pictures.
         words: Sections to begin with: a title and paragraphs each.
         seed: The seed of the intervals, for the record.
         command: What made the page, for the record.
     """
     from markupsafe import Markup
 
-    samples, samples_note = pick_samples(results, results.tables[0], places)
+    samples, samples_note = pick_samples(results, results.tables[0], lookup)
     notes = [*results.notes, *_paper_notes(results, paper)]
     parts = [
         {
@@ -90,7 +90,7 @@ def render_run_page(
         for table in results.tables
     ]
     return open_template("run.html").render(
-        words=tell(results, measure),
+        words=format_summary(results, measure),
         sections=words,
         cards=_cards(results, measure, paper),
         explained=explain(results, measure),
@@ -106,7 +106,7 @@ def render_run_page(
     )
 
 
-def tell(results: Results, measure: Measure) -> dict[str, str]:
+def format_summary(results: Results, measure: Measure) -> dict[str, str]:
     """The result in words, whatever it is: title, kicker, headline and a first paragraph."""
     table = results.tables[0]
     column = MEAN if MEAN in table.columns else table.columns[-1]
@@ -146,10 +146,10 @@ def _lead(table: Table, learner: str, base: Cell, cell: Cell) -> str:
     marks = [table.rows[learner][column].mark for column in table.shifted if column in table.rows[learner]]
     if len(marks) > 1:
         counted = {"better": marks.count("*"), "worse": marks.count("†")}
-        told = " and ".join(f"{word} on {number}" for word, number in counted.items() if number)
-        if told:
+        counts = " and ".join(f"{word} on {number}" for word, number in counted.items() if number)
+        if counts:
             rest = "; elsewhere the difference could be chance" if marks.count("") else ""
-            parts.append(f"Of the {len(marks)} sets it is {told} (p < {SIGNIFICANT}){rest}.")
+            parts.append(f"Of the {len(marks)} sets it is {counts} (p < {SIGNIFICANT}){rest}.")
         else:
             parts.append(f"On each of the {len(marks)} sets the difference could be chance.")
     clean = [table.rows[method].get("original") for method in (BASELINE, learner)]
@@ -291,13 +291,13 @@ def describe_run(run: Run) -> list[tuple[str, str, bool]]:
     if isinstance(remarks, Mapping):
         facts += [(str(title), str(text), False) for title, text in remarks.items()]
     for method in dict.fromkeys(unit.method for unit in run.units):
-        text = _tell_learning([unit for unit in run.units if unit.method == method])
+        text = _format_learning([unit for unit in run.units if unit.method == method])
         if text:
             facts.append((f"{method} learned", text, False))
     return facts
 
 
-def _tell_learning(units: Sequence[Unit]) -> str:
+def _format_learning(units: Sequence[Unit]) -> str:
     """From how many images a method learned; nothing for one that does not."""
     counts = [unit.about.get("counts", {}) for unit in units]
     images, adapted, undone = (

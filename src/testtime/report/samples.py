@@ -1,4 +1,4 @@
-"""Pictures whose prediction changed, picked by rule and not for looks."""
+"""Pictures whose prediction changed, picked by a fixed rule."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from torch import Tensor
 from testtime import data
 from testtime.data.sets import TestSet
 from testtime.report.results import BASELINE, MEAN, Results, Table, column_title
-from testtime.report.sources import Source, fingerprints
+from testtime.report.sources import RunUnit, fingerprints
 
 log = logging.getLogger(__name__)
 
-Root = str | os.PathLike[str] | None
-
 
 @dataclass(frozen=True)
-class Places:
-    """Where pictures come from.
+class SetLookup:
+    """Finds test sets by name.
 
     Attributes:
-        root: Where data sets are looked for.
-        sets: Test sets that have no name to be opened by.
+        root: The folder of data sets.
+        sets: Test sets that cannot be opened by name.
     """
 
-    root: Root = None
+    root: str | os.PathLike[str] | None = None
     sets: Mapping[str, TestSet] = field(default_factory=dict)
 
-
-NOWHERE = Places()
+    def open(self, name: str) -> TestSet:
+        """The test set of a name."""
+        return self.sets[name] if name in self.sets else data.open(name, self.root)
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Sample:
         return "data:image/png;base64," + base64.b64encode(self.picture).decode()
 
 
-def pick_samples(results: Results, table: Table, places: Places = NOWHERE) -> tuple[list[Sample], str]:
+def pick_samples(results: Results, table: Table, lookup: SetLookup | None = None) -> tuple[list[Sample], str]:
     """From each set of a table one image that learning turned right, from some one that it turned wrong.
 
     Of the images that flipped, in the order of their numbers, it is the middle one.
@@ -74,7 +73,7 @@ def pick_samples(results: Results, table: Table, places: Places = NOWHERE) -> tu
     Args:
         results: What the runs found.
         table: Whose sets to take.
-        places: Where the sets are.
+        lookup: Finds the sets; by default those under the usual data root.
 
     Returns:
         The samples, and a word on why there are none, if so.
@@ -97,7 +96,7 @@ def pick_samples(results: Results, table: Table, places: Places = NOWHERE) -> tu
         if not numbers:
             continue
         try:
-            images, classes = _open(name, numbers, places, sources[0])
+            images, classes = _open(name, numbers, lookup or SetLookup(), sources[0])
         except (ValueError, OSError, IndexError) as error:
             log.info("%s: no pictures for the report (%s)", name, error)
             return [], f"Sample pictures are left out: {error}"
@@ -125,7 +124,7 @@ class _Flips:
     wrong: dict[int, tuple[int, int, int]]
 
 
-def _find_flips(source: Source, fixed: tuple[Source, ...]) -> _Flips:
+def _find_flips(source: RunUnit, fixed: tuple[RunUnit, ...]) -> _Flips:
     after = source.unit.columns()
     order = np.argsort(after["sample"], kind="stable")
     after = {name: column[order] for name, column in after.items()}
@@ -150,8 +149,8 @@ def _find_flips(source: Source, fixed: tuple[Source, ...]) -> _Flips:
     return _Flips(right, wrong)
 
 
-def _open(name: str, numbers: list[int], places: Places, source: Source) -> tuple[Tensor, tuple[str, ...]]:
-    test_set = places.sets[name] if name in places.sets else data.open(name, places.root)
+def _open(name: str, numbers: list[int], lookup: SetLookup, source: RunUnit) -> tuple[Tensor, tuple[str, ...]]:
+    test_set = lookup.open(name)
     expected = fingerprints(source.run).get(name)
     if expected is not None and expected != test_set.fingerprint():
         raise ValueError(f"{name} here is not the set that was measured.")

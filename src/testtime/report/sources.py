@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from testtime.evaluate import stream_order
-from testtime.learner import Settings
-from testtime.runs import Run, Unit
-from testtime.storage import FileError, find_differences
+from testtime.adaptation.settings import Settings
+from testtime.evaluation import Run, Unit
+from testtime.evaluation.records import stream_order
+from testtime.provenance import find_differences
+from testtime.storage import FileError
 
 _LARGEST = 1 << 25  # images of a set; the order of more would take gigabytes
 
@@ -23,7 +24,7 @@ class ResultsError(FileError):
 
 
 @dataclass(frozen=True)
-class Source:
+class RunUnit:
     """A unit and the run it comes from."""
 
     run: Run
@@ -51,10 +52,10 @@ class SetVerdicts:
         return self.right.mean(0)
 
 
-Sources = dict[tuple[str, str], tuple[Source, ...]]
+RunUnits = dict[tuple[str, str], tuple[RunUnit, ...]]
 
 
-def sort_sources(runs: Sequence[Run]) -> tuple[Sources, list[str]]:
+def sort_units(runs: Sequence[Run]) -> tuple[RunUnits, list[str]]:
     """The labelled units of runs by method and set, and what a reader should know of what was left out.
 
     Raises:
@@ -78,7 +79,7 @@ def sort_sources(runs: Sequence[Run]) -> tuple[Sources, list[str]]:
     if summaries:
         windows = "" if all("shuffle" in run.configuration for run in summaries) else ", such as sliding windows,"
         notes.append(f"From a summary of runs: what needs every record{windows} is left out.")
-    found: dict[tuple[str, str], list[Source]] = {}
+    found: dict[tuple[str, str], list[RunUnit]] = {}
     unlabelled: set[str] = set()
     twice: dict[tuple[str, str], int] = {}
     for run in runs:
@@ -86,7 +87,7 @@ def sort_sources(runs: Sequence[Run]) -> tuple[Sources, list[str]]:
             if unit.about.get("counts", {}).get("labelled") == 0:
                 unlabelled.add(unit.set_name)
                 continue
-            entries, here = found.setdefault((unit.method, unit.set_name), []), Source(run, unit)
+            entries, here = found.setdefault((unit.method, unit.set_name), []), RunUnit(run, unit)
             twin = next((other for other in entries if _is_same(other, here)), None)
             if twin is None:
                 entries.append(here)
@@ -103,7 +104,7 @@ def sort_sources(runs: Sequence[Run]) -> tuple[Sources, list[str]]:
     return {key: tuple(entries) for key, entries in found.items()}, notes
 
 
-def _is_same(one: Source, two: Source) -> bool:
+def _is_same(one: RunUnit, two: RunUnit) -> bool:
     """Whether two units are the same measurement, or would be but for the clock, and not repetitions of each other."""
     if one.unit != two.unit:
         return False
@@ -113,7 +114,7 @@ def _is_same(one: Source, two: Source) -> bool:
     return all(one.unit.about.get(key) == two.unit.about.get(key) for key in ("seconds", "counts", "device"))
 
 
-def _network_mark(source: Source) -> str | None:
+def _network_mark(source: RunUnit) -> str | None:
     """The fingerprint of the network that a unit used, where its run says so."""
     plan, unit = source.run.configuration, source.unit
     try:
@@ -161,7 +162,7 @@ def compare_methods(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[
     return find_differences(*({name: pair[place] for name, pair in pairs.items()} for place in (0, 1)))
 
 
-def stream_of(source: Source) -> np.ndarray | None:
+def stream_of(source: RunUnit) -> np.ndarray | None:
     """The numbers of a unit's images in the order of its stream, `(N,)`; None where that is not known.
 
     A summary leaves the order out. Its run says whether it was shuffled, though, and the shuffled order is a function
@@ -189,7 +190,7 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def read_verdicts(key: tuple[str, str], sources: Sequence[Source]) -> SetVerdicts:
+def read_verdicts(key: tuple[str, str], sources: Sequence[RunUnit]) -> SetVerdicts:
     """The verdicts of one method on one set, a row for each repetition.
 
     Raises:
@@ -210,7 +211,7 @@ def read_verdicts(key: tuple[str, str], sources: Sequence[Source]) -> SetVerdict
     return SetVerdicts(samples, labels, np.stack(right), tuple(source.unit.seconds for source in sources))
 
 
-def check_images(verdicts: Mapping[tuple[str, str], SetVerdicts], sources: Sources) -> None:
+def check_images(verdicts: Mapping[tuple[str, str], SetVerdicts], sources: RunUnits) -> None:
     """Check that all methods saw the same images of each set.
 
     Raises:
@@ -225,7 +226,9 @@ def check_images(verdicts: Mapping[tuple[str, str], SetVerdicts], sources: Sourc
         )
 
 
-def _check_same(name: str, one: Sequence[np.ndarray], two: Sequence[np.ndarray], first: Source, second: Source) -> None:
+def _check_same(
+    name: str, one: Sequence[np.ndarray], two: Sequence[np.ndarray], first: RunUnit, second: RunUnit
+) -> None:
     if len(one[0]) != len(two[0]):
         fault = f"{len(two[0]):,} and {len(one[0]):,} images"
     elif not np.array_equal(one[0], two[0]):

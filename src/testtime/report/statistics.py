@@ -7,6 +7,7 @@ are the same under every corruption, and the interval of a mean over corruptions
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -58,16 +59,22 @@ def bootstrap_means(values: np.ndarray, seed: int = 0, rounds: int = ROUNDS) -> 
     Returns:
         float64 `(rounds, K)`; a round draws the same images for all columns.
     """
-    count = len(values)
-    means = np.empty((rounds, values.shape[1]))
+    sums = [part.astype(np.float64) @ values for part in _draw_counts(len(values), seed, rounds)]
+    return np.concatenate(sums) / len(values)
+
+
+@functools.lru_cache(maxsize=2)  # sets of one benchmark have equally many images
+def _draw_counts(count: int, seed: int, rounds: int) -> list[np.ndarray]:
+    """How often each of `count` images is drawn, `(rounds, count)` in pieces."""
     step = max(1, _DRAWS_AT_ONCE // max(count, 1))
+    pieces = []
     for start in range(0, rounds, step):
         numbers = torch.arange(start, min(start + step, rounds), device="cpu")
         drawn = Draws.of(seed, numbers).purpose("bootstrap").integers(count, count)  # (rounds here, N)
         flat = (drawn + torch.arange(len(numbers), device="cpu")[:, None] * count).flatten()
-        weights = torch.bincount(flat, minlength=len(numbers) * count).view(len(numbers), count)
-        means[start : start + len(numbers)] = weights.double().numpy() @ values / count
-    return means
+        found = torch.bincount(flat, minlength=len(numbers) * count).view(len(numbers), count)
+        pieces.append(found.numpy().astype(np.uint16 if count < 1 << 16 else np.uint32))
+    return pieces
 
 
 def interval_of(means: np.ndarray, confidence: float = 0.95) -> Interval:
@@ -116,7 +123,7 @@ def fit_line(x: np.ndarray, y: np.ndarray, confidence: float = 0.99, points: int
         x: `(N,)`, at least three points, not all at one place.
         y: `(N,)`.
         confidence: Of the band.
-        points: How many places to give the band at.
+        points: The number of places at which the band is given.
 
     Raises:
         ValueError: There are too few points for a line and its band.

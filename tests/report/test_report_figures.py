@@ -11,21 +11,21 @@ import pytest
 from PIL import Image
 
 from report_runs import METHODS, make_benchmark, make_columns, make_run
-from testtime.evaluate import stream_order
+from testtime.evaluation import open_run, open_runs
+from testtime.evaluation.records import stream_order
+from testtime.evaluation.summary import write_summary
 from testtime.report.canvas import COLOURS, colour_of
+from testtime.report.correlation import draw_correlation
 from testtime.report.results import Results, collect
 from testtime.report.run_figures import (
     choose_window,
     draw_all,
     draw_bars,
-    draw_correlation,
     draw_flips,
     draw_streams,
     sliding_mean,
     stream_verdicts,
 )
-from testtime.runs import open_run, open_runs
-from testtime.runs.summary import write_summary
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -1,0 +1,227 @@
+"""Every generated table and figure, and the document it belongs to."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from testtime.evaluation import Run, open_runs
+from testtime.report.canvas import Drawing
+from testtime.report.correlation import Joined, join
+from testtime.report.results import Results, collect
+from testtime.storage import printable, write_whole
+
+from . import errors, figures, imagenet, speed, streams, trainings, variants
+from .documents import fill
+from .result_files import (
+    CIFAR,
+    PICTURES,
+    ROOT,
+    SEEDS,
+    TF32,
+    by_level,
+    find_methods,
+    format_sources,
+    in_cifar,
+    read_file,
+    read_main,
+    read_results,
+    read_runs,
+)
+
+FIGURES = Path("docs/figures")
+DEMO = Path("results/digits-demo.json")
+
+Parts = dict[str, str]
+
+
+def make_parts() -> dict[Path, Parts]:
+    """The generated parts of every document, by its path and their names."""
+    docs = Path("docs")
+    return {
+        Path("README.md"): make_readme(),
+        docs / "demo.md": {"demo": errors.format_demo(collect(open_runs(ROOT / DEMO)))},
+        docs / "kernels.md": {
+            "kernels on the GPU": speed.format_gpu_kernels(read_file(Path("results/kernels-h200.json"))),
+            "kernels on the CPU": speed.format_cpu_kernels(read_file(Path("results/kernels-cpu.json"))),
+        },
+        docs / "imagenet.md": make_imagenet(),
+        docs / "results.md": make_summary(),
+        docs / "results/levels.md": make_levels(),
+        docs / "results/streams.md": make_streams(),
+        docs / "results/variants.md": make_variants(),
+        docs / "results/networks.md": make_networks(),
+        docs / "results/gradients.md": {
+            "gradients": errors.format_correlations(join_gradients("correlations")),
+            "without labels": errors.format_correlations(join_gradients("stand-ins")),
+        },
+        docs / "results/photographs.md": make_photographs(),
+    }
+
+
+def make_readme() -> Parts:
+    """The parts of the README."""
+    cpu, gpu, training = (
+        read_file(Path(f"results/{name}.json")) for name in ("engine-cpu", "engine-h200", "train-h200")
+    )
+    return {
+        "level 5": errors.format_short(by_level(read_main())[5]),
+        "engine on the CPU": speed.format_engine(cpu, "resnet26"),
+        "engine on the GPU": speed.format_engine(gpu, "resnet26"),
+        "engine on the GPU at 224": speed.format_engine(gpu, "resnet18"),
+        "training on the GPU": speed.format_joint_training(training),
+    }
+
+
+def make_imagenet() -> Parts:
+    """The parts of the page on ImageNet."""
+    training, engine = (read_file(Path(f"results/{name}-h200.json")) for name in ("photographs", "engine"))
+    return {
+        "disk": imagenet.format_disk(),
+        "training": imagenet.format_training(training),
+        "evaluation": imagenet.format_evaluation(engine, training),
+        "memory": imagenet.format_memory(engine),
+    }
+
+
+def make_summary() -> Parts:
+    """The parts of the summary of results."""
+    results, part = read_main(), read_results("standard-levels-1-4")
+    names = ("levels", "standard-level-5", "standard-levels-1-4", "baseline", "uda", "alp", "best")
+    return {
+        "means": errors.format_means(results, part),
+        "level 5": errors.format_table(results, by_level(results)[5]),
+        "sources": format_sources(*in_cifar(*names)),
+    }
+
+
+def make_levels() -> Parts:
+    """The parts of the page on levels 1 to 4."""
+    results, part = read_main(), read_results("standard-levels-1-4")
+    parts = {"differences": errors.format_differences(results)}
+    for level in (4, 3, 2, 1):
+        parts[f"level {level}"] = errors.format_table(results, by_level(results)[level])
+        parts[f"TTT at level {level}"] = errors.format_table(part, by_level(part)[level])
+    return parts | {"sources": format_sources(*in_cifar("levels", "standard-levels-1-4", "baseline", "alp"))}
+
+
+def make_streams() -> Parts:
+    """The parts of the page on streams."""
+    results = read_main()
+    mild = ("mild-orders", "mild-networks", "mild-fp32", "mild-longer", "mild-variants")
+    noise = in_cifar("noise", "noise-fog")
+    return {
+        "along the stream": streams.format_thousands(results),
+        "flips": errors.format_flips(by_level(results)[5]),
+        "online above fixed": streams.format_harm(results),
+        "orders": streams.format_orders(read_results("mild-orders").tables[0], _name_networks()),
+        "noise": streams.format_noise([read_file(file) for file in noise]),
+        "gradual": streams.format_gradual(read_results("gradual", "gradual-uda")),
+        "sources": format_sources(*in_cifar("levels", *mild), *noise, *in_cifar("gradual", "gradual-uda")),
+    }
+
+
+def _name_networks() -> dict[str, Run]:
+    """The runs in several orders by how their network was trained."""
+    (own,), others = (read_runs(file) for file in in_cifar("mild-orders", "mild-networks"))
+    named = {"seed 0, bf16": own}
+    for run in others:  # called mild-seed-3, mild-tf32-0
+        kind, seed = run.path.name.split("-")[1:]
+        named[f"seed {seed}, {'bf16' if kind == 'seed' else kind}"] = run
+    return named
+
+
+def make_variants() -> Parts:
+    """The parts of the page on other settings."""
+    (costs,) = in_cifar("costs")
+    timed = read_runs(costs)
+    batch = read_results("batch-norm")
+    cheaper = read_results("fast", "threshold", main=("fixed", "episodic"))
+    preset = next(held for name, held in find_methods(read_runs(CIFAR / "best.json")).items() if name == variants.BEST)
+    names = ("best", "best-levels", "tuning", "fast", "threshold", "steps", "batch-norm")
+    precisions = ("fp32", "tf32", "bf16")
+    return {
+        "best": variants.format_preset(read_results("best", "best-levels", main=("fixed", "online"))),
+        "candidates": variants.format_candidates(read_results("tuning"), timed, preset),
+        "cheaper": variants.format_cheaper(cheaper, timed, ("fast", "below-20%")),
+        "steps and copies": variants.format_grid(read_results("steps", main=("fixed",)), timed),
+        "batch normalization": errors.format_table(batch, batch.tables[0]),
+        "arithmetic": errors.format_precisions({name: read_results(f"precision-{name}") for name in precisions}),
+        "costs": variants.format_costs(timed),
+        "sources": format_sources(*in_cifar(*names, *(f"precision-{name}" for name in precisions)), costs),
+    }
+
+
+def make_networks() -> Parts:
+    """The parts of the page on networks."""
+    seeds, tf32 = read_results(*SEEDS, main=("fixed", "online")), read_results(*TF32)
+    return {
+        "trainings": trainings.format_trainings(),
+        "seeds": errors.format_table(seeds, by_level(seeds)[5]),
+        "tf32": errors.format_table(tf32, by_level(tf32)[5]),
+        "sources": format_sources(*in_cifar(*SEEDS, *TF32, "uda")),
+    }
+
+
+def make_photographs() -> Parts:
+    """The parts of the page on photographs."""
+    whole, some = (read_results(name, folder=PICTURES) for name in ("level-5", "standard-level-5"))
+    return {
+        "accuracy": _format_accuracy(whole),
+        "accuracy of TTT": _format_accuracy(some),
+        "gains": errors.format_gains({"episodic": some, "online": whole}),
+        "sources": format_sources(PICTURES / "level-5.json", PICTURES / "standard-level-5.json"),
+    }
+
+
+def _format_accuracy(results: Results) -> str:
+    return errors.format_table(results, replace(results.tables[0], paper=None), "accuracy")
+
+
+@functools.cache
+def join_gradients(study: str) -> Mapping[str, Joined]:
+    """A study of gradients joined with the improvement of `episodic` and of `online`."""
+    file = ROOT / CIFAR / f"{study}.json"
+    standard = [ROOT / each for each in in_cifar("standard-level-5", "standard-levels-1-4")]
+    return {"episodic": join(file, standard), "online": join(file, [ROOT / CIFAR / "levels.json"])}
+
+
+def make_figures() -> dict[Path, Drawing]:
+    """Every figure by its path."""
+    drawn = figures.draw_main(read_main()) | figures.draw_gradients(join_gradients("correlations"))
+    gradual, photographs = read_results("gradual", "gradual-uda"), read_results("level-5", folder=PICTURES)
+    drawn |= figures.draw_others(gradual, photographs, collect(open_runs(ROOT / DEMO)))
+    return {FIGURES / f"{name}.svg": drawing for name, drawing in drawn.items() if drawing is not None}
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Update the documents and the figures; the exit code.
+
+    Args:
+        arguments: Of the command line.
+        root: The checkout whose documents are updated.
+    """
+    parser = argparse.ArgumentParser(description="Make the tables and figures of the documents from the result files.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a table is not current")
+    check = parser.parse_args(arguments).check
+    try:
+        parts = make_parts()
+        held = {page: (root / page).read_text(encoding="utf-8") for page in parts}
+        wanted = {page: fill(held[page], own, page) for page, own in parts.items()}
+    except (OSError, ValueError) as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return 1
+    stale = [page for page in wanted if wanted[page] != held[page]]
+    if check:
+        for page in stale:
+            print(f"{page}: not current; run python docs/generate", file=sys.stderr)
+        return int(bool(stale))
+    for page in stale:
+        write_whole(root / page, wanted[page])
+    for path, drawing in make_figures().items():
+        write_whole(root / path, drawing.svg(inline=False))
+    return 0

@@ -1,0 +1,181 @@
+"""The committed result files, read and compared."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from testtime.evaluation import Run, open_runs
+from testtime.evaluation.units import Verdicts
+from testtime.report.results import Results, Table, collect
+from testtime.report.sources import ResultsError, compare_methods, read_verdicts
+from testtime.report.statistics import Interval, bootstrap_means, interval_of
+from testtime.storage import read_json
+
+from .documents import link, table
+
+ROOT = Path(__file__).resolve().parents[2]
+CIFAR, PICTURES = Path("results/cifar10"), Path("results/imagenette")
+SEEDS, TF32 = tuple(f"seed-{seed}" for seed in range(1, 6)), ("tf32-0", "tf32-1")
+CONTROL = "fixed-mirrored"
+"""The control of the preset `best`, which learns nothing; not one of the methods of the main tables."""
+
+
+def in_cifar(*names: str) -> tuple[Path, ...]:
+    """Result files of CIFAR-10 by name."""
+    return tuple(CIFAR / f"{name}.json" for name in names)
+
+
+@functools.cache
+def read_file(file: Path) -> Any:
+    """The content of a JSON file of the repository."""
+    return read_json(ROOT / file)
+
+
+@functools.cache
+def read_runs(file: Path) -> tuple[Run, ...]:
+    """The runs of a summary."""
+    return tuple(open_runs(ROOT / file))
+
+
+@functools.cache
+def read_results(*names: str, folder: Path = CIFAR, main: tuple[str, ...] = ()) -> Results:
+    """The tables of some files, and of some methods of the main files on the same images."""
+    own = [run for name in names for run in read_runs(folder / f"{name}.json")]
+    files = in_cifar("levels", "standard-level-5") if main else ()
+    others = [restrict(run, own, main) for file in files for run in read_runs(file)]
+    return collect([*(run for run in others if run.units), *own])
+
+
+@functools.cache
+def read_main() -> Results:
+    """The tables on all images: `fixed` and `online` at every level, and further methods."""
+    files = in_cifar("levels", "standard-level-5", "baseline", "uda", "alp", "best")
+    runs = [without(CONTROL, run) for file in files for run in read_runs(file)]
+    return collect([run for run in runs if run.units])
+
+
+def without(method: str, run: Run) -> Run:
+    """A run without one of its methods."""
+    methods = {name: held for name, held in run.configuration["methods"].items() if name != method}
+    units = [unit for unit in run.units if unit.method != method]
+    return replace(run, units=units, configuration={**run.configuration, "methods": methods})
+
+
+def restrict(run: Run, others: Sequence[Run], methods: Sequence[str]) -> Run:
+    """Some methods of a run on the sets and the images that other runs have."""
+    seen = {unit.set_name: unit.verdicts().samples for other in others for unit in other.units}
+    units = []
+    for unit in run.units:
+        if unit.method in methods and unit.set_name in seen:
+            held = unit.verdicts()
+            shared = np.isin(held.samples, seen[unit.set_name])
+            units.append(replace(unit, held=Verdicts(*(column[shared] for column in held))))
+    return replace(run, units=units)
+
+
+def by_level(results: Results) -> dict[int, Table]:
+    """The tables of corrupted sets by level, the lowest first."""
+    return {one.level: one for one in sorted(results.tables, key=lambda one: one.level or 0) if one.level is not None}
+
+
+def compare(results: Results, one: str, two: str, names: Sequence[str]) -> tuple[float, Interval]:
+    """By how many points one method's error is above another's on the same images, mean over some sets.
+
+    Returns:
+        The difference, and its 95% interval over images, which are resampled together for all sets.
+
+    Raises:
+        ResultsError: The sets are of different images.
+    """
+    gaps, samples = [], None
+    for name in names:
+        first, second = (read_verdicts((method, name), results.sources[method, name]) for method in (one, two))
+        if samples is not None and not np.array_equal(samples, first.samples):
+            raise ResultsError(results.runs[0].path, f"{name} is of other images than {names[0]}")
+        samples = first.samples
+        gaps.append(100 * (second.share - first.share))
+    gap = np.mean(gaps, axis=0)
+    return float(gap.mean()), interval_of(bootstrap_means(gap[:, None])[:, 0])
+
+
+def find_methods(runs: Sequence[Run]) -> dict[str, Mapping[str, Any]]:
+    """Mode, network and settings of every method, as the runs have them."""
+    return {name: held for run in runs for name, held in run.configuration["methods"].items()}
+
+
+def is_same_method(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    """Whether two methods are the same but for the arithmetic and the name of the network."""
+    held = [{"mode": each["mode"], "settings": dict(each["settings"]) | {"precision": "any"}} for each in (one, two)]
+    return not compare_methods({"one": held[0]}, {"one": held[1]})
+
+
+def count_images(runs: Sequence[Run]) -> dict[str, int]:
+    """The images of each method, over all its units."""
+    counts: dict[str, int] = {}
+    for unit in (unit for run in runs for unit in run.units):
+        counts[unit.method] = counts.get(unit.method, 0) + unit.about["counts"]["images"]
+    return counts
+
+
+def time_methods(runs: Sequence[Run], like: Sequence[Run] = ()) -> dict[str, float]:
+    """The seconds that an image takes each method.
+
+    Args:
+        runs: Runs that were made for their times.
+        like: Runs whose methods of the same names must have the same settings.
+
+    Raises:
+        ResultsError: Another method of the same name was timed.
+    """
+    known, wanted = find_methods(runs), find_methods(like)
+    for method in known.keys() & wanted.keys():
+        if not is_same_method(known[method], wanted[method]):
+            raise ResultsError(runs[0].path, f"its {method} has other settings than that of the results")
+    units = [unit for run in runs for unit in run.units]
+    return {
+        method: sum(unit.seconds for unit in units if unit.method == method) / count
+        for method, count in count_images(runs).items()
+    }
+
+
+def format_sources(*files: Path) -> str:
+    """Where numbers come from: file, number of sets and images, seeds, hardware and command."""
+    rows = [[link(file), *cells] for file in files for cells in _describe(file)]
+    return table(["file", "sets", "images of each", "seeds", "hardware", "command"], rows, words=(0, 4, 5))
+
+
+def _describe(file: Path) -> list[list[str]]:
+    held = read_file(file)
+    if "runs" not in held:  # a benchmark
+        shown = (held["rows"][0].get("images", ""), held.get("seed", ""), held["hardware"], held["command"])
+        return [[str(len({row["set"] for row in held["rows"]})), *_cells(*shown)]]
+    described = []
+    for run in read_runs(file):
+        counts = sorted({unit.about["counts"]["images"] for unit in run.units})
+        images = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
+        sets = len({unit.set_name for unit in run.units})
+        shown = (images, _span(run.about["seeds"]), run.about["hardware"], run.about["command"])
+        described.append([str(sets), *_cells(*shown)])
+    return described
+
+
+def _cells(images: Any, seeds: Any, hardware: Mapping[str, Any], command: str) -> list[str]:
+    count = f"{images:,}" if isinstance(images, int) else images
+    return [count, str(seeds), format_hardware(hardware), f"`{command.replace('|', chr(92) + '|')}`"]
+
+
+def _span(seeds: Sequence[int]) -> str:
+    return str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+
+
+def format_hardware(held: Mapping[str, Any]) -> str:
+    """The GPU, or the processor and its threads."""
+    if held["device"] != "cpu":
+        return held["device"]
+    return f"{held['processor']}, {held['threads']} thread{'' if held['threads'] == 1 else 's'}"

@@ -1,0 +1,83 @@
+"""Tables of what the benchmarks measured: the engine, training, the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .documents import table
+
+_SHOWN = 64  # of the rows with many at once
+_NETWORKS = {
+    "resnet8": "ResNet-8 (digits)",
+    "resnet26": "ResNet-26",
+    "resnet18": "ResNet-18 at 224×224",
+}
+_COPIES = {"resnet26": "ResNet-26, 32×32, 32 copies", "resnet18": "ResNet-18, 224×224, 64 copies"}
+
+Row = Mapping[str, Any]
+
+
+def format_engine(engine: Mapping[str, Any], network: str) -> str:
+    """Steps a second of a network; of the rows with many at once 64, the most and the fastest."""
+    own = [row for row in engine["rows"] if row.get("network", "resnet26") == network]
+    memory = any(row.get("peak_mib") for row in own)
+    counts = {row["name"]: int(row["name"].split()[0]) for row in own if row["name"][0].isdecimal()}
+    most, fastest = max(counts.values(), default=0), max(own, key=lambda row: row["steps_per_s"])["name"]
+    rows = []
+    for row in own:
+        if most > _SHOWN and counts.get(row["name"], most) not in (_SHOWN, most, counts.get(fastest)):
+            continue
+        cells = [f"{row['steps_per_s']:,.1f}", f"{row['images_per_s']:,.1f}", f"{row['times_naive']:,.2f}"]
+        peak = "" if row.get("peak_mib") is None else f"{row['peak_mib']:,.0f}"
+        rows.append([row["name"], *cells, *([peak] if memory else [])])
+    return table([_COPIES[network], "steps/s", "images/s", "× naive loop", *(["peak MiB"] if memory else [])], rows)
+
+
+def format_joint_training(held: Mapping[str, Any]) -> str:
+    """Images a second of joint training by arithmetic, and of an ordinary loop."""
+    rows = [row for row in held["rows"] if "times_ordinary" in row]
+    counts = sorted({row["seeds"] for row in rows if "seeds" in row})
+    loop = next(row["name"] for row in rows if "seeds" not in row).rpartition(", ")[0]
+    cells: dict[str, dict[int, str]] = {}
+    for row in rows:
+        times = f" ({row['times_ordinary']:.1f} times)" if "seeds" in row else ""
+        cells.setdefault(row["precision"], {})[row.get("seeds", 0)] = f"{row['images_per_s']:,.0f}{times}"
+    heads = ["joint training, images/s", loop, *("one seed" if one == 1 else f"{one} seeds together" for one in counts)]
+    return table(heads, [[name, *(own.get(count, "") for count in (0, *counts))] for name, own in cells.items()])
+
+
+def format_gpu_kernels(held: Mapping[str, Any]) -> str:
+    """Steps a second with the CUDA C++ kernels, and the gain over Triton alone, by arithmetic."""
+    found = {(_work(row), row["precision"]): row for row in held["rows"]}
+    precisions = list(dict.fromkeys(precision for _, precision in found))
+    rows = []
+    for work in dict.fromkeys(work for work, _ in found):
+        cells = [found[work, precision] for precision in precisions]
+        rows.append([work, *(text for row in cells for text in (_steps(row), f"{row['gain']['Triton alone']:.2f}"))])
+    return table(["", *(head for precision in precisions for head in (f"{precision}, steps/s", "gain"))], rows)
+
+
+def format_cpu_kernels(held: Mapping[str, Any]) -> str:
+    """Steps a second with the C++ kernels, the gains over what would do without, and the time to a first answer."""
+    without = ("plain torch", "torch.compile", "C++ without strided.h")
+    rows = [[_work(row), _steps(row), *(f"{row['gain'][name]:.2f}" for name in without)] for row in held["rows"]]
+    for kind, title in (("cold", "empty"), ("warm", "warm")):
+        times = [f"{held['first_use_s'][name][kind]:.1f} s" for name in ("C++", "plain torch", "torch.compile")]
+        rows.append([f"first answer, {title} caches", *times, ""])
+    heads = ["float32", "steps/s", "gain over plain torch", "gain over `torch.compile`", "gain of `strided.h`"]
+    return table(heads, rows)
+
+
+def _work(row: Row) -> str:
+    count, what = row["work"].split(" ", 1)
+    if what.startswith("gradients"):
+        return f"{_NETWORKS[row['network']]}, {what}"
+    kind = {"online": "stream", "streams": "stream", "episodes": "episode"}[what]
+    many = f"one {kind}" if count == "1" else f"{int(count):,} {kind}s"
+    return f"{_NETWORKS[row['network']]}, {many}"
+
+
+def _steps(row: Row) -> str:
+    ours: Sequence[float] = list(row["steps_per_s"].values())
+    return f"{ours[0]:,.1f}" if ours[0] < 100 else f"{ours[0]:,.0f}"

@@ -1,0 +1,186 @@
+"""The makers of the documents' tables: made-up numbers in, the right cells out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from generate import errors, imagenet, speed, streams, variants
+from generate.result_files import compare, time_methods
+
+from report_runs import make_columns, make_run
+from testtime.evaluation import Run
+from testtime.report.results import Results, collect
+from testtime.report.sources import ResultsError
+
+COUNT = 50  # images of each set: one wrong answer is two percent
+SHIFTS = ("gaussian_noise", "fog", "brightness")
+LEVEL_5 = ("cifar10", *(f"cifar10-c/{name}/5" for name in SHIFTS))
+EVERY = ("cifar10", *(f"cifar10-c/{name}/{level}" for level in range(1, 6) for name in SHIFTS))
+
+
+def make(
+    path: Path,
+    wrong: dict[str, list[int]],
+    sets: tuple[str, ...] = LEVEL_5,
+    seconds: float = 2.0,
+    seeds: tuple[int, ...] = (0,),
+    **settings: Any,
+) -> Run:
+    """A run in which each method gets the first so many images of each set wrong."""
+    methods = {
+        name: {"mode": "fixed" if name == "fixed" else "online", "network": "joint", "settings": settings}
+        for name in wrong
+    }
+    units = {}
+    for method, counts in wrong.items():
+        for name, count in zip(sets, counts, strict=True):
+            for seed in seeds:
+                units[method, name, seed] = make_columns(np.arange(COUNT) >= count + seed)
+                units[method, name, seed]["adapted"][:] = method != "fixed"
+    configuration = {"methods": methods, "networks": {"joint": {"norm": "group"}}, "shuffle": True}
+    return make_run(path, units, configuration, seconds)
+
+
+def row(text: str, title: str) -> list[str]:
+    lines = [[cell.strip(" *\\") for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    return next(cells[1:] for cells in lines if cells[0] == title)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    fixed, online = [4] + [20, 10, 5] * 5, [4] + [10, 12, 4] + [10, 5, 4] * 4
+    main = make(tmp_path / "main", {"fixed": fixed, "online": online}, EVERY)
+    return collect([main, make(tmp_path / "standard", {"episodic": [4, 18, 8, 5]})])
+
+
+def test_means_and_differences(results: Results, tmp_path: Path) -> None:
+    some = {"fixed": [20, 10, 5] * 4, "episodic": [19, 9, 5] * 4}
+    part = collect([make(tmp_path / "part", some, EVERY[1:-3])])
+    means = errors.format_means(results, part)
+    assert row(means, "fixed (JT)") == ["8.0"] + ["23.3"] * 5
+    assert row(means, "episodic (TTT)") == ["8.0", *["22.0 ‡"] * 4, "20.7"]
+    # The paper has 8.1 on the original images, and 49.4, 27.5 and 12.6 at level 5.
+    far = collect([make(tmp_path / "far", {"fixed": [4] + [20, 10, 25] * 5}, EVERY)])
+    differences = row(errors.format_differences(far), "JT")
+    assert differences[0] == "−0.1"
+    assert differences[5:] == ["+6.9", "1 of 4", "brightness +37.4", "gaussian noise −9.4"]
+
+
+def test_short_table(results: Results) -> None:
+    shown = errors.format_short(results.tables[0])
+    assert row(shown, "`fixed` (JT)") == ["8.0", "40.0", "20.0", "10.0", "23.3", "29.8"]
+
+
+def test_where_online_is_above_fixed(results: Results) -> None:
+    shown = streams.format_harm(results)
+    assert row(shown, "fog 1")[:3] == ["20.00", "24.00", "+4.00"]
+    assert row(shown, "fog 1")[-1] == "+0.1"
+    assert row(shown, "mean of these")[2] == "+4.00"
+    assert len(shown.splitlines()) == 4
+
+
+def test_orders(tmp_path: Path) -> None:
+    sets = ("cifar10", "cifar10-c/fog/1", "cifar10-c/snow/1")
+    one = make(tmp_path / "one", {"fixed": [4, 10, 10], "online": [5, 12, 13]}, sets, seeds=(0, 1))
+    shown = streams.format_orders(collect([one]).tables[0], {"ours": one})
+    assert row(shown, "ours") == ["+2.00", "+6.00", "+4.00", "+4.00", "+4.00", "+4.00"]
+    assert row(shown, "the paper's, one order")[0] == "+0.10"
+
+
+def test_cheaper_methods(results: Results, tmp_path: Path) -> None:
+    fast = make(tmp_path / "fast", {"fast": [4, 19, 9, 5]})
+    timed = [
+        make(tmp_path / f"timed-{name}", {name: [0]}, LEVEL_5[1:2], seconds)
+        for name, seconds in (("fixed", 1.0), ("episodic", 10.0), ("fast", 2.5))
+    ]
+    shown = variants.format_cheaper(collect([*results.runs, fast]), timed, ["fast"])
+    # fixed has 35 wrong answers of 150, episodic 31, fast 33.
+    cells = row(shown, "`fast`")
+    assert cells[:3] == ["8.0", "22.00", "+1.33"]
+    assert cells[4:] == ["50", "100", "50.0", "0.250"]
+    assert row(variants.format_costs(timed), "`fast`") == ["50", "100", "50.0", "2.5"]
+    other = make(tmp_path / "other", {"fast": [4, 19, 9, 5]}, lr=0.1)
+    with pytest.raises(ResultsError, match="fast"):
+        time_methods(timed, [other])
+
+
+def test_grid(tmp_path: Path) -> None:
+    wrong = {"fixed": [20, 10, 5], "steps-1-copies-8": [19, 10, 5], "steps-10-copies-32": [10, 6, 4]}
+    run = make(tmp_path / "run", wrong, LEVEL_5[1:])
+    shown = variants.format_grid(collect([run]), [run])
+    assert shown.splitlines()[0] == "| mean error in %: steps | 8 copies | 32 copies |"
+    assert row(shown, "0 (`fixed`)") == ["23.33", "23.33"]
+    assert row(shown, "10") == ["", "13.33"]
+
+
+def test_paired_differences_by_hand(results: Results) -> None:
+    gap, ends = compare(results, "episodic", "fixed", LEVEL_5[1:])
+    assert gap == pytest.approx(-100 * 4 / 150)
+    assert ends.low < gap < ends.high <= 0
+    same, nothing = compare(results, "fixed", "fixed", LEVEL_5)
+    assert (same, *nothing) == (0, 0, 0)
+
+
+def measured(name: str, rate: float, peak: float | None = None, **more: Any) -> dict[str, Any]:
+    return {"name": name, "network": "resnet18", "images_per_s": rate, "peak_mib": peak, **more}
+
+
+TRAINING = {
+    "rows": [
+        measured("training, fed from the cache", 9999.0, size=128),
+        measured("decode JPEGs into the packed cache", 2000.0),
+        measured("training, fed from the cache", 3600.0),
+        measured("look at images that the threshold passes over", 5000.0),
+    ]
+}
+ENGINE = {
+    "rows": [
+        measured("one online stream, bf16", 20.0, 700.0),
+        measured("4 streams, bf16", 50.0, 2048.0),
+        measured("16 streams, bf16", 80.0, 2048.0 + 12 * 512),
+        measured("64 streams, bf16", 400.0, 2048.0 + 60 * 512),
+        measured("4 episodes of 10 steps, bf16", 5.0),
+        measured("16 episodes of 10 steps, bf16", 8.0),
+    ]
+}
+
+
+def test_the_costs_of_imagenet_are_the_divisions_shown() -> None:
+    training, evaluation = imagenet.format_training(TRAINING), imagenet.format_evaluation(ENGINE, TRAINING)
+    assert row(training, "decode, once")[:2] == ["1,281,167 / 2,000.0", "11 min"]  # 640.6 s
+    assert row(training, "an epoch") == ["1,281,167 / 3,600.0", "6 min", "an eighth", "44 s"]  # 355.9 s, 44.5 s
+    assert row(evaluation, "standard, bf16") == ["800,000 / 8.0", "27.8 h", "100,000 / 8.0", "3.5 h"]
+    # 16 sets are 16 streams; on eight GPUs two sets each, one after the other.
+    assert row(evaluation, "online, bf16") == ["800,000 / 80.0", "2.8 h", "100,000 / 20.0", "83 min"]
+    gated = ["800,000 / 5,000.0 + 0.2 × 800,000 / 8.0", "5.6 h", "100,000 / 5,000.0 + 0.2 × 100,000 / 8.0", "42 min"]
+    assert row(evaluation, "standard, bf16, threshold") == gated  # 160 s + 20,000 s; 20 s + 2,500 s
+    assert row(imagenet.format_memory(ENGINE), "bf16")[1] == "0.50 GiB"
+    assert row(imagenet.format_disk(), "training set")[1] == "251.9 GB"
+
+
+def test_of_many_at_once_64_the_most_and_the_fastest_are_shown() -> None:
+    rates = {4: 1500.0, 16: 2000.0, 64: 1000.0, 256: 1000.0}
+    rows = [
+        measured(f"{count} streams", 12.0, 321.0, steps_per_s=rate, times_naive=40.0) for count, rate in rates.items()
+    ]
+    shown = speed.format_engine({"rows": rows}, "resnet18")
+    assert [line.split(" | ")[0] for line in shown.splitlines()[2:]] == [
+        "| 16 streams",
+        "| 64 streams",
+        "| 256 streams",
+    ]
+    assert row(shown, "16 streams") == ["2,000.0", "12.0", "40.00", "321"]
+
+
+def test_joint_training() -> None:
+    rows = [
+        {"name": "ordinary loop, 8 workers, bf16", "precision": "bf16", "images_per_s": 10.0, "times_ordinary": 1.0},
+        {"name": "t", "precision": "bf16", "images_per_s": 100.0, "times_ordinary": 10.0, "seeds": 1},
+        {"name": "t", "precision": "tf32", "images_per_s": 150.0, "times_ordinary": 15.0, "seeds": 3},
+    ]
+    shown = speed.format_joint_training({"rows": rows})
+    assert row(shown, "bf16") == ["10", "100 (10.0 times)", ""]
+    assert row(shown, "tf32") == ["", "", "150 (15.0 times)"]
