@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-extras lint bench clean
+.PHONY: demo test test-extras lint docs bench clean
 
 demo: $(INSTALLED) ## train on the built-in digits, adapt under shifts, write demo/index.html
 	$(BIN)/testtime demo --out demo
@@ -18,6 +18,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+docs: $(INSTALLED) ## make the tables and figures of README.md and docs/ again, from results/
+	$(BIN)/python docs/generate
 
 bench: $(INSTALLED) ## the quick form of every benchmark
 	for script in benchmarks/*.py; do $(BIN)/python $$script --quick || exit 1; done

@@ -5,7 +5,7 @@
 
 Needs torch, numpy and pillow alone. The images come from the folder that TESTTIME_DATA names (CIFAR-10's binary
 version, `cifar-10-batches-bin/test_batch.bin`); without it, synthetic images of the same size take their place, and the
-output says so. Frost is cut from the textures made by code. Each figure is the best of `--repeats` timed passes after a
+output says so. Frost is cut from the procedural textures. Each figure is the best of `--repeats` timed passes after a
 warm-up on 256 images; on a GPU, images start and end there.
 """
 

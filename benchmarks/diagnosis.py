@@ -3,7 +3,7 @@
     python benchmarks/diagnosis.py --quick                            # three shifts, under half a minute
     python benchmarks/diagnosis.py --out results/diagnosis-digits.json
 
-The shipped digits network on clean digits and on the fifteen corruptions (ImageNet's parameters) of one level. The gain
+The bundled digits network on clean digits and on the fifteen corruptions (ImageNet's parameters) of one level. The gain
 is that of the README's settings over the shuffled test digits. The rules of the verdict were settled on levels 2, 4 and
 5 and on a dozen sets of CIFAR-10-C; level 3, the default here, was run once they stood.
 """
@@ -22,9 +22,9 @@ import torch
 
 import testtime as tt
 from testtime.data.corrupted import Corrupted
-from testtime.diagnose import diagnose, find_reference
-from testtime.machine import describe_machine
-from testtime.verdict import Reference
+from testtime.diagnosis.measure import diagnose, find_reference
+from testtime.diagnosis.verdict import Reference
+from testtime.provenance import describe_machine
 
 NETWORK = "digits-resnet8-gn-joint"
 LEARN: dict[str, Any] = {
@@ -73,9 +73,9 @@ def main() -> None:
     for kind in dict.fromkeys(row["verdict"] for row in rows):
         gains = [row["gain"] for row in rows if row["verdict"] == kind]
         summary[kind] = {"sets": len(gains), "mean": sum(gains) / len(gains), "least": min(gains), "most": max(gains)}
-        told = summary[kind]
-        ends = f"{told['least']:+.1f} to {told['most']:+.1f}"
-        print(f"{kind:15s} {told['sets']:3d} sets, gain {told['mean']:+.1f} ({ends})")
+        row = summary[kind]
+        ends = f"{row['least']:+.1f} to {row['most']:+.1f}"
+        print(f"{kind:15s} {row['sets']:3d} sets, gain {row['mean']:+.1f} ({ends})")
     if options.out:
         machine = describe_machine(torch.device("cpu"))
         about = {"command": "benchmarks/diagnosis.py", "network": NETWORK, "level": options.level, "images": limit}

@@ -4,17 +4,17 @@
     python benchmarks/engine.py --device cuda --out results/engine-h200.json
 
 A step is forward, backward and update on the augmented copies of one image; images/s counts whole answers, with what an
-adapter does besides learning (looking at the image before and after, the guard). The naive loop is how the method is
+adapter does besides learning (observing the image before and after, the guard). The naive loop is how the method is
 usually written: each copy augmented by itself as a Pillow picture, the network eager, one image at a time. The eager
-reference is the adapter without graphs and without kernels of ours for the CPU. Plain training is steps of the same
-network on large batches, counted as steps of as many images as there are copies: what the hardware gives when nothing
-has to be kept apart.
+reference is the adapter without CUDA graphs and, on a CPU, without custom kernels (`TESTTIME_KERNELS=off`). Plain
+training is steps of the same network on large batches, counted as steps of as many images as there are copies: what the
+hardware gives when nothing has to be separate.
 
-Streams and episodes that do not fit into the memory side by side take turns, and so do streams whose tensors would be
-too large for the fast kernels; the row says how many are computed at once. Peak memory is all that torch has taken from
-the GPU while a row is measured, recorded graphs included.
+Streams and episodes that do not fit into the memory at once are computed in groups, and so are streams whose tensors
+would be too large for the fast kernels; the row says how many are computed at once. Peak memory is all that torch has
+taken from the GPU while a row is measured, recorded graphs included.
 
-On a CPU the rows take turns, so that whatever else the machine does falls on all of them.
+On a CPU the rows alternate, so that whatever else the machine does falls on all of them.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch.nn import functional as F
 
-from testtime.adapters import Adapter, Episodic, Online
-from testtime.machine import describe_machine
+from testtime.adaptation.adapters import Adapter, Episodic, Online
+from testtime.adaptation.learner import Learner
+from testtime.adaptation.streams import Streams
 from testtime.networks import YNet, resnet18, resnet26
-from testtime.streams import Streams
+from testtime.provenance import describe_machine
 from testtime.tasks import Rotation
 
 Row = dict[str, Any]
@@ -73,7 +75,7 @@ def naive_step(
 
 
 def naive(net: YNet, images: torch.Tensor, copies: int, steps: int, online: bool) -> None:
-    """The usual loop: online keeps what it learned, otherwise the trained weights are loaded anew for each image."""
+    """The usual loop: online continues with what it learned, otherwise every image starts from the trained weights."""
     net, rng = copy.deepcopy(net), random.Random(0)
     trained = copy.deepcopy(net.state_dict())
     optimizer = torch.optim.SGD([*net.encoder.parameters(), *net.ssl.parameters()], lr=0.001)
@@ -98,7 +100,7 @@ def measure(name: str, device: str, work: Any, count: int, steps: int, budget: f
     work()  # warm up: compile, capture, allocate
     synchronise(device)
     if device == "cuda":
-        torch.cuda.empty_cache()  # what trials and earlier rows left; recorded graphs keep theirs
+        torch.cuda.empty_cache()  # what trials and earlier rows left; recorded graphs hold theirs
         torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
     while sum(times) < budget or len(times) < 3:
@@ -124,7 +126,7 @@ def adapter_row(name: str, adapter: Adapter, images: torch.Tensor, steps: int, d
     return measure(name, device, lambda: adapter.predict(images), len(images), steps, budget)
 
 
-def say_turns(row: Row, count: int, at_once: int) -> Row:
+def note_groups(row: Row, count: int, at_once: int) -> Row:
     """The row, with how many are computed at once where that is fewer than all."""
     return row if at_once >= count else row | {"name": f"{row['name']}, {at_once} at once"}
 
@@ -156,30 +158,31 @@ def large_batch(
     return measure(f"plain training, batch {batch}, {kind}, {precision}", device, work, batch // copies, 1, budget)
 
 
-def eager(adapter: Adapter, images: torch.Tensor) -> Adapter:
+def make_eager(adapter: Adapter, images: torch.Tensor) -> Adapter:
     """The adapter without graph replay: the readable reference."""
     adapter.predict(images[:1])
-    learners = [adapter._learner] if isinstance(adapter, Online) else list(adapter._learners.values())  # type: ignore[attr-defined]
+    learners = adapter._learners.values() if isinstance(adapter, Episodic) else [adapter._learned]
     for learner in learners:
+        assert isinstance(learner, Learner)
         learner.eager = True
     return adapter
 
 
 class Table:
-    """The rows of one network, printed and kept as they come, beside its naive loop and its fastest plain training."""
+    """The rows of one network, printed and stored as they come, compared with its naive loop and its plain training."""
 
-    def __init__(self, network: str, keep: Callable[[Row], None]) -> None:
-        self.network, self.keep = network, keep
+    def __init__(self, network: str, store: Callable[[Row], None]) -> None:
+        self.network, self.store = network, store
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
-        # Standard episodes beside the naive standard loop, everything else beside the naive online one.
+        # Standard episodes are compared with the naive standard loop, everything else with the naive online one.
         standard = "10 steps" in row["name"] or "standard" in row["name"]
         rates = [one["steps_per_s"] for one in [*self.rows, row] if one["name"].startswith("naive")]
         naive_rate = rates[1 if standard and len(rates) > 1 else 0]
         row = {"network": self.network} | row | {"times_naive": row["steps_per_s"] / naive_rate}
         self.rows.append(row)
-        self.keep(row)
+        self.store(row)
         memory = f"{row['peak_mib']:9.0f} MiB" if row["peak_mib"] else ""
         plain = max((one["steps_per_s"] for one in self.rows if one["name"].startswith("plain")), default=None)
         limit = "" if plain is None else f"{row['steps_per_s'] / plain:6.2f} × plain training"
@@ -191,20 +194,17 @@ class Table:
 
 
 def run_cpu(
-    label: str, net: YNet, size: int, copies: int, options: argparse.Namespace, keep: Callable[[Row], None]
+    label: str, net: YNet, size: int, copies: int, options: argparse.Namespace, store: Callable[[Row], None]
 ) -> None:
-    """All rows of one network on a CPU, each measured in turn, round after round."""
-    net, table = net.eval(), Table(label, keep)
+    """All rows of one network on a CPU, measured alternately, round after round."""
+    net, table = net.eval(), Table(label, store)
     pool = torch.randint(0, 256, (64, 3, size, size), dtype=torch.uint8)
     task: dict[str, Any] = {"copies": copies, "task": Rotation()}
     print(f"\n{label}, {size}×{size}, {copies} copies", flush=True)
 
     def without_kernels(adapter: Adapter, images: torch.Tensor) -> None:
-        os.environ["TESTTIME_COMPILE"] = "0"
-        try:
+        with mock.patch.dict(os.environ, {"TESTTIME_KERNELS": "off"}):
             adapter.predict(images)
-        finally:
-            del os.environ["TESTTIME_COMPILE"]
 
     confidence = Episodic(net, steps=0, **task).predict(pool[:10]).confidence.sort().values
     stream, episode = Online(net, **task), Episodic(net, parallel=1, **task)
@@ -239,14 +239,14 @@ def run_cpu(
 
 
 def run(
-    label: str, net: YNet, size: int, copies: int, options: argparse.Namespace, keep: Callable[[Row], None]
+    label: str, net: YNet, size: int, copies: int, options: argparse.Namespace, store: Callable[[Row], None]
 ) -> None:
-    """All rows of one network; `keep` gets each as it comes."""
+    """All rows of one network; `store` is called with each as it comes."""
     if options.device == "cpu":
-        return run_cpu(label, net, size, copies, options, keep)
+        return run_cpu(label, net, size, copies, options, store)
     device, budget = options.device, options.seconds
     small = size < 100
-    table = Table(label, keep)
+    table = Table(label, store)
     net = net.to(device).eval()
     pool = torch.randint(0, 256, (1024 if small else 256, 3, size, size), dtype=torch.uint8)
     task: dict[str, Any] = {"copies": copies, "task": Rotation()}
@@ -258,9 +258,9 @@ def run(
     few = 8 if small else 2
     table.add(measure("naive loop, online", device, lambda: loop(few, 1), few, 1, budget))
     table.add(measure("naive loop, standard, 10 steps", device, lambda: loop(1, 10), 1, 10, budget))
-    reference = eager(Online(net, **task), pool)
+    reference = make_eager(Online(net, **task), pool)
     table.add(adapter_row("eager reference, online", reference, pool[:few], 1, device, budget))
-    reference = eager(Episodic(net, parallel=1, **task), pool)
+    reference = make_eager(Episodic(net, parallel=1, **task), pool)
     table.add(adapter_row("eager reference, standard, 10 steps", reference, pool[:1], 10, device, budget))
     # Compiling takes longer than everything else here, so only the fastest arithmetic is compiled.
     for precision, compiled in (("tf32", False), ("bf16", False), ("bf16", True)):
@@ -275,11 +275,11 @@ def run(
             images = pool[:count]
             streams = Streams(net, count, **fast)
             row = adapter_row(f"{count} streams, {precision}", streams, images, 1, device, budget)
-            table.add(say_turns(row, count, streams.together))
+            table.add(note_groups(row, count, streams.together))
             del streams
             episodes = Episodic(net, parallel=count, **fast)
             row = adapter_row(f"{count} episodes of 10 steps, {precision}", episodes, images, 10, device, budget)
-            table.add(say_turns(row, count, int(episodes.parallel)))
+            table.add(note_groups(row, count, int(episodes.parallel)))
             del episodes
             torch.cuda.empty_cache()
     if small:
@@ -314,14 +314,14 @@ def main() -> None:
     document: dict[str, Any] = {"command": command, "hardware": where, "versions": versions}
     document |= {"load_average_before": load, "rows": []}
 
-    def keep(row: Row) -> None:  # after every row: what was measured outlives whatever comes then
+    def store(row: Row) -> None:  # after every row: what was measured outlives whatever comes then
         document["rows"].append(row)
         if options.out:
             options.out.write_text(json.dumps(document, indent=1) + "\n")
 
-    run("resnet26", resnet26(), 32, 32, options, keep)
+    run("resnet26", resnet26(), 32, 32, options, store)
     if options.device == "cuda" and not options.small_only:
-        run("resnet18", resnet18(1000), 224, 64, options, keep)
+        run("resnet18", resnet18(1000), 224, 64, options, store)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ The loop is how it is usually written: for each image a backward pass of the one
 own threads. `torch.func` maps the gradient over a chunk of images. A replica of the encoder for each image is our way.
 All give the same numbers; the largest difference from the loop's, against the largest number, is printed. The
 arithmetic is the same for all and bounds what a CPU can do: the last row is one backward pass of each loss for a whole
-chunk, which gives the sum of the gradients and nothing about single images. The rows take turns, so that what else the
-machine does falls on all of them; measure on one that is idle all the same.
+chunk, which gives the sum of the gradients and nothing about single images. The rows alternate, so that whatever else
+the machine does falls on all of them; measure on one that is idle all the same.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from testtime.analysis.gradients import ImageGradients
-from testtime.machine import describe_machine
+from testtime.diagnosis.gradients import ImageGradients
 from testtime.networks import YNet, resnet26
+from testtime.provenance import describe_machine
 from testtime.randomness import Draws
 from testtime.tasks import Rotation
 
@@ -92,7 +92,7 @@ def whole(net: YNet, images: Tensor, labels: Tensor, chunk: int) -> Tensor:
 
 
 def run(name: str, net: YNet, shape: tuple[int, int, int], count: int, repeats: int) -> list[dict[str, Any]]:
-    """All rows of one network, each measured in turn, round after round."""
+    """All rows of one network, measured alternately, round after round."""
     images = Draws.of(0, torch.arange(count)).uniform(*shape)
     labels = Draws.of(1, torch.arange(count)).integers(10)
     meter = ImageGradients(net, TASK)
@@ -125,9 +125,9 @@ def run(name: str, net: YNet, shape: tuple[int, int, int], count: int, repeats: 
         row["difference"] = None if off is None else float(off)
         rows.append(row)
         rounds = " ".join(f"{one:.2f}" for one in row["times_loop_by_round"])
-        told = "" if off is None else f"  difference {float(off):.1e}"
+        error = "" if off is None else f"  difference {float(off):.1e}"
         print(
-            f"{title:30s} {median:8.2f} ms an image  {row['times_loop']:5.2f} × the loop ({rounds}){told}", flush=True
+            f"{title:30s} {median:8.2f} ms an image  {row['times_loop']:5.2f} × the loop ({rounds}){error}", flush=True
         )
     return rows
 

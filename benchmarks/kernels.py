@@ -1,14 +1,15 @@
-"""Which hand-written kernels earn their place: each kind measured against what would do its work without it.
+"""Which custom kernels earn their place: each kind measured against what would do its work without it.
 
     python benchmarks/kernels.py --quick                                       # two CPU cores, a few minutes
     python benchmarks/kernels.py --out results/kernels-cpu.json
     python benchmarks/kernels.py --device cuda --out results/kernels-h200.json
 
 On CUDA the contestants are the kernels in CUDA C++ (compiled by NVRTC) together with those in Triton, and Triton alone.
-On a CPU they are the kernels in C++, with and without those for strided convolutions, plain torch, and `torch.compile`
-of plain torch with warm caches; what the first use of each costs, cold and warm, is measured in processes of their own.
+On a CPU they are the kernels in C++, with and without those for strided convolutions, plain torch
+(`TESTTIME_KERNELS=off`), and `torch.compile` of plain torch with warm caches; what the first use of each costs, with
+empty caches and with filled ones, is measured in processes of their own.
 
-Contestants take turns, round after round, so that whatever else the machine does falls on all of them. A gain is the
+Contestants alternate, round after round, so that whatever else the machine does falls on all of them. A gain is the
 median over rounds of the ratio of two times taken in one round.
 """
 
@@ -31,12 +32,13 @@ from unittest import mock
 
 import torch
 
-from testtime.adapters import Episodic, Online
-from testtime.analysis.gradients import ImageGradients
-from testtime.capture import Precision
-from testtime.machine import describe_machine
+from testtime import kernels
+from testtime.adaptation.adapters import Episodic, Online
+from testtime.adaptation.streams import Streams
+from testtime.diagnosis.gradients import ImageGradients
 from testtime.networks import YNet, resnet18, resnet26
-from testtime.streams import Streams
+from testtime.precision import Precision
+from testtime.provenance import describe_machine
 from testtime.tasks import Rotation
 
 Row = dict[str, Any]
@@ -53,16 +55,18 @@ def never(*_: Any) -> bool:  # not a mock: torch.compile traces through it
     return False
 
 
-def with_cpp() -> contextlib.AbstractContextManager[Any]:
+def with_all() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def without_cpp() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch("testtime.cpu.available", never)
+def plain_torch() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.dict(os.environ, {"TESTTIME_KERNELS": "off"})
 
 
 def without_strided() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch("testtime.networks.tall._Conv2d._compiles_strided", never)
+    rows = kernels.TABLE["convolve", "cpu"]
+    fewer = tuple(row for row in rows if row.code != "cpu:convolve_strided")
+    return mock.patch.dict(kernels.TABLE, {("convolve", "cpu"): fewer})
 
 
 @contextlib.contextmanager
@@ -73,7 +77,7 @@ def compiled() -> Iterator[None]:
     def compile_part(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*arguments: Any) -> Any:
             part = make(*arguments)
-            if part.inner is not None and not isinstance(part, replicas._Mapped):
+            if not isinstance(part, replicas._Mapped):
                 part.forward = torch.compile(part.forward, dynamic=False)
             return part
 
@@ -82,24 +86,24 @@ def compiled() -> Iterator[None]:
     names = ("_replicate", "_share")
     torch._dynamo.config.recompile_limit = 64  # every size of a batch is compiled by itself
     with contextlib.ExitStack() as stack:
-        stack.enter_context(without_cpp())
+        stack.enter_context(mock.patch.dict(kernels.TABLE, clear=True))  # and no variable for torch.compile to trace
         for name in names:
             stack.enter_context(mock.patch.object(replicas, name, compile_part(getattr(replicas, name))))
         yield
 
 
 def triton_alone() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch("testtime.kernels.native._works", never)
+    return mock.patch("testtime.kernels.cuda.nvrtc._works", never)
 
 
 CONTESTANTS: dict[str, dict[str, Switch]] = {
     "cpu": {
-        "C++": with_cpp,
+        "C++": with_all,
         "C++ without strided.h": without_strided,
-        "plain torch": without_cpp,
+        "plain torch": plain_torch,
         "torch.compile": compiled,
     },
-    "cuda": {"CUDA C++ and Triton": with_cpp, "Triton alone": triton_alone},
+    "cuda": {"CUDA C++ and Triton": with_all, "Triton alone": triton_alone},
 }
 
 
@@ -122,7 +126,7 @@ def make_work(kind: str, net: YNet, count: int, size: int, settings: dict[str, A
 
 
 def measure(name: str, kind: str, count: int, options: argparse.Namespace, precision: Precision) -> Row:
-    """The contestants on one kind of work, in turns."""
+    """The contestants on one kind of work, alternating."""
     make, size, copies = NETWORKS[name]
     net = make().to(options.device).eval()
     if name == "resnet18" and options.device == "cpu":
@@ -202,7 +206,7 @@ def main() -> None:
     machine = describe_machine(torch.device(options.device))
     document: dict[str, Any] = {"command": command, **machine, "rows": []}
 
-    def keep(row: Row) -> None:
+    def store(row: Row) -> None:
         document["rows"].append(row)
         if options.out:
             options.out.write_text(json.dumps(document, indent=1) + "\n")
@@ -220,7 +224,7 @@ def main() -> None:
         work += [("resnet18", *kind) for kind in (("online", 1), ("streams", 16), ("episodes", 16))]
     for name, kind, count in work:
         for precision in ("fp32",) if options.device == "cpu" else ("bf16", "tf32"):
-            keep(measure(name, kind, count, options, precision))
+            store(measure(name, kind, count, options, precision))
             if options.device == "cuda":
                 torch.cuda.empty_cache()
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 import testtime as tt
 from testtime import data
-from testtime.machine import describe_machine
 from testtime.networks import CheckpointError
+from testtime.provenance import describe_machine
 from testtime.randomness import Draws
 
 COPIES = 32

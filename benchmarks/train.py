@@ -1,4 +1,4 @@
-"""How fast training runs: an ordinary loop and ours, side by side; and whether photographs arrive as fast as they go.
+"""How fast training runs: an ordinary loop and ours; and whether photographs arrive as fast as they are used.
 
     python benchmarks/train.py --quick                         # two CPU cores, about two minutes
     python benchmarks/train.py --device cuda --precision fp32 tf32 bf16 --out results/train-h200.json
@@ -9,7 +9,7 @@ augmented by itself as a Pillow picture, the network eager, a batch turned four 
 torch's own choice of arithmetic (TF32 in convolutions on CUDA), which ours is compared with in fp32 and in tf32, or for
 bf16 autocast. Ours is what `testtime train` does in an epoch: the images on the device, `Trainer.batches` and
 `Trainer.step`. Both train ResNet-26 jointly on batches of 128 with the same recipe; ours also from two and three seeds
-side by side, where images and epochs are those of all seeds together. Steps are timed in five pieces of `--seconds` in
+together, where images and epochs are those of all seeds together. Steps are timed in five pieces of `--seconds` in
 all, after a warm-up that is not counted (compiling, capturing, starting workers); the median piece counts, an epoch is
 50,000 images.
 
@@ -43,10 +43,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from testtime import data
-from testtime.adapters import Episodic
+from testtime.adaptation.adapters import Episodic
 from testtime.data.folder import PictureSet
-from testtime.machine import describe_machine
 from testtime.networks import YNet, resnet18, resnet26
+from testtime.provenance import describe_machine
 from testtime.training import Pool, Recipe, Trainer, Training
 
 Row = dict[str, Any]
@@ -156,7 +156,7 @@ def time_steps(device: torch.device, steps: Iterator[None], count: int) -> float
 
 
 def show(row: Row) -> Row:
-    """Print a row and hand it on."""
+    """Print a row and return it."""
     rate = f"{row['images_per_s']:10,.0f} images/s"
     epochs = f"{row['epochs_per_min']:8.3f} epochs/min" if "epochs_per_min" in row else ""
     ratio = f"{row['times_ordinary']:6.2f} × ordinary" if "times_ordinary" in row else ""
@@ -284,9 +284,9 @@ def photographs(
         trainer.finish()
         alone = alone or row["images_per_s"]
         add(name, row | epochs_of(row, "imagenet") | {"share_of_steps": round(row["images_per_s"] / alone, 4)})
-    look = Episodic(resnet18(1000, size=size).to(device).eval(), copies=64, threshold=0.0)
+    adapter = Episodic(resnet18(1000, size=size).to(device).eval(), copies=64, threshold=0.0)
     images = packed.images(slice(0, 64))[..., :size, :size].to(device)
-    row = measure(device, repeat(lambda: look.predict(images)), seconds, 1, len(images))
+    row = measure(device, repeat(lambda: adapter.predict(images)), seconds, 1, len(images))
     add("look at images that the threshold passes over", row | {"precision": "fp32"})
     return rows
 
@@ -296,7 +296,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="fewer and smaller steps")
     parser.add_argument("--seconds", type=float, help="how long to measure a row (default: 3; on a CPU 20; quick 2)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=(1, 2, 3), help="how many seeds side by side")
+    parser.add_argument("--seeds", type=int, nargs="+", default=(1, 2, 3), help="how many seeds together")
     parser.add_argument("--batch", type=int, help="images in a step (default: 128; quick on a CPU 16)")
     parser.add_argument("--workers", type=int, help="the ordinary loop's worker processes (default: up to 8)")
     parser.add_argument("--data", choices=("cifar10", "synthetic"), default="cifar10")

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from testtime.corruptions import CORRUPTIONS
-from testtime.runs import Run, Unit, open_run
-from testtime.runs.units import prepare_folder, write_unit
+from testtime.evaluation import Run, Unit, open_run
+from testtime.evaluation.units import prepare_folder, write_unit
 
 ABOUT = {
     "versions": {"testtime": "0.1.0", "torch": "2.13.0", "numpy": "2.0", "python": "3.11.0"},

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+
+pytest.importorskip("hypothesis")
+from hypothesis import given
+from hypothesis import strategies as st
 
 from testtime import augment
 from testtime.augment import CropFlip, ResizedCropFlip
@@ -88,9 +90,9 @@ def test_resized_crop_is_crop_and_interpolate(height: int, width: int, size: int
             crop = images[n : n + 1, :, top : top + tall, left : left + wide].float()
             crop = crop / 255 if dtype == torch.uint8 else crop
             resized = F.interpolate(crop, shape, mode="bilinear", antialias=True)[0]
-            straight = torch.allclose(copies[n, k], resized, atol=1e-5)
+            upright = torch.allclose(copies[n, k], resized, atol=1e-5)
             flipped = torch.allclose(copies[n, k], resized.flip(-1), atol=1e-5)
-            assert straight != flipped
+            assert upright != flipped
             flips.add(flipped)
     assert flips == {True, False}
 
@@ -174,22 +176,20 @@ def test_make_builds_what_a_card_names(specification: dict[str, object], expecte
 
 
 @pytest.mark.parametrize(
-    ("specification", "error", "said"),
+    ("specification", "said"),
     [
-        ({"name": "mixup"}, ValueError, "`augment` must be named one of crop-flip, resized-crop-flip, got 'mixup'"),
-        ({}, ValueError, "got None"),
-        ({"name": "crop-flip", "padding": -1}, ValueError, "`padding` must be .* at least 0, got -1"),
-        ({"name": "crop-flip", "colour": 1}, ValueError, "colour"),
-        ({"name": "crop-flip", "padding": 1.5}, ValueError, "padding"),
-        ({"name": "crop-flip", "flip": "no"}, ValueError, "flip"),
-        ({"name": "resized-crop-flip", "scale": 1}, ValueError, "scale"),
-        ({"name": "resized-crop-flip", "size": 0}, ValueError, "`size` must be .* at least 1, got 0"),
-        ({"name": "resized-crop-flip", "scale": [1.0, 0.5]}, ValueError, "`scale` must be two rising"),
-        ({"name": "resized-crop-flip", "ratio": [0.0, 0.5]}, ValueError, "`ratio` must be two rising"),
+        ({"name": "mixup"}, "'mixup'"),
+        ({}, "None"),
+        ({"name": "crop-flip", "padding": -1}, r"`padding`.*-1"),
+        ({"name": "crop-flip", "padding": 1.5}, r"`padding`.*1\.5"),
+        ({"name": "crop-flip", "colour": 1}, "colour"),
+        ({"name": "crop-flip", "flip": "no"}, r"`flip`.*'no'"),
+        ({"name": "resized-crop-flip", "scale": 1}, "`scale`"),
+        ({"name": "resized-crop-flip", "size": 0}, r"`size`.*0"),
+        ({"name": "resized-crop-flip", "scale": [1.0, 0.5]}, "`scale`"),
+        ({"name": "resized-crop-flip", "ratio": [0.0, 0.5]}, "`ratio`"),
     ],
 )
-def test_make_refuses_what_it_does_not_know(
-    specification: dict[str, object], error: type[Exception], said: str
-) -> None:
-    with pytest.raises(error, match=said):
+def test_make_refuses_what_it_does_not_know(specification: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         augment.make(specification)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from testtime import Draws, cli, data, demo
-from testtime.adapters import Episodic, Fixed, Online
-from testtime.evaluate import error, evaluate
+from testtime.adaptation.adapters import Episodic, Fixed, Online
+from testtime.evaluation import Run, open_run, open_runs
+from testtime.evaluation.records import error, evaluate
 from testtime.networks import load
 from testtime.report.results import MEAN, Results, collect
-from testtime.runs import Run, open_run, open_runs
 
 QUICK = ["demo", "--quick", "--epochs", "1", "--seed", "3", "--out"]
 KIND = "-epochs-1-seed-3-quick"
@@ -147,9 +147,9 @@ def test_a_second_call_does_nothing_twice(
     assert json.loads((folder / "summary.json").read_text())["runs"][0]["units"] == numbers
 
 
-def test_a_missing_extra_is_told_before_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_extra_is_reported_before_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real = importlib.util.find_spec
-    monkeypatch.setattr("testtime.report.find_spec", lambda name: None if name == "matplotlib" else real(name))
+    monkeypatch.setattr("testtime.report.pages.find_spec", lambda name: None if name == "matplotlib" else real(name))
     monkeypatch.setattr(demo, "train_network", lambda *_: pytest.fail("it trained"))
-    with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib: pip install 'testtime\[report\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"matplotlib.*pip install 'testtime\[report\]'"):
         demo.run(tmp_path, quick=True)

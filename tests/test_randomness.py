@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
+pytest.importorskip("hypothesis")
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from testtime.randomness import Draws
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
+pytest.importorskip("hypothesis")
+from hypothesis import given
+from hypothesis import strategies as st
+
 from testtime import tasks
+from testtime.augment import Augment, CropFlip, ResizedCropFlip
 from testtime.randomness import Draws
 from testtime.tasks import Rotation
 
@@ -104,9 +109,31 @@ def test_the_loss_of_half_precision_is_taken_in_float32() -> None:
 
 
 def test_names_and_choices() -> None:
-    assert tasks.make("rotation") == Rotation()
     assert (Rotation().name, Rotation().outputs) == ("rotation", 4)
-    with pytest.raises(ValueError, match="`task` must be \"rotation\", got 'jigsaw'"):
-        tasks.make("jigsaw")
-    with pytest.raises(ValueError, match='`each` must be "random" or "all", got \'some\''):
+    assert tasks.make("rotation") == Rotation()
+    specification = {"name": "rotation", "each": "all"}
+    assert tasks.make(specification) == Rotation("all")
+    assert specification == {"name": "rotation", "each": "all"}
+    for wrong, said in (("jigsaw", "'jigsaw'"), ({}, "None"), ({"name": "rotation", "turns": 4}, "turns")):
+        with pytest.raises(ValueError, match=said):
+            tasks.make(wrong)
+    with pytest.raises(ValueError, match=r"`each`.*'some'"):
         Rotation("some")  # type: ignore[arg-type]
+
+
+def test_views_are_counted() -> None:
+    assert tasks.count_views(Rotation()) == (1, 4)
+    assert tasks.count_views(Rotation("all")) == (4, 4)
+
+
+@pytest.mark.parametrize("augment", [CropFlip(2), ResizedCropFlip(5)])
+@pytest.mark.parametrize("each", ["random", "all"])
+def test_views_to_learn_from_are_those_of_every_copy(augment: Augment, each: Any) -> None:
+    images, draws, task = pictures(3, 6, 6), Draws.of(0, torch.arange(3)), Rotation(each)
+    views, targets = tasks.make_views(images, draws, 4, augment, task)
+    keys = draws.copies(4)
+    for number in range(3):
+        copies = augment(images[number : number + 1], Draws(keys.keys[number : number + 1]))[0]
+        expected, turns = task.views(copies, Draws(keys.keys[number]))
+        assert torch.allclose(views.unflatten(0, (3, -1))[number].float(), expected.float(), atol=1e-6)
+        assert torch.equal(targets.unflatten(0, (3, -1))[number], turns)

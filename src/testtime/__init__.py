@@ -1,6 +1,6 @@
 """Test-Time Training for PyTorch: a vision model that learns, without labels, from each image it is about to classify.
 
-The way through the package, which is also the way its modules import each other:
+The way through the package, which is also the order of its modules:
 
     import testtime as tt
 
@@ -12,29 +12,68 @@ The way through the package, which is also the way its modules import each other
     records = list(tt.evaluate(adapter, test_set))       # one record for each image
     print(f"{tt.error(records):.1%}")
 
-The names below are the public ones.
+Public names are loaded when they are first used, so that importing the package does not import torch.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from __future__ import annotations
 
-from testtime import augment, corruptions, data, networks, tasks
-from testtime.adapters import Adapter, Episodic, Fixed, Online, Prediction, Settings
-from testtime.analysis import Correlation, gradient_correlation
-from testtime.augment import CropFlip, ResizedCropFlip
-from testtime.diagnose import Diagnosis, diagnose, find_reference
-from testtime.evaluate import Flips, Record, error, evaluate, flips, running_error
-from testtime.networks import Card, CheckpointError, YNet, load, resnet18, resnet26, resnet50, shipped, split
-from testtime.randomness import Draws
-from testtime.streams import Streams
-from testtime.tasks import Rotation, Task
-from testtime.training import Recipe, TrainingError, train
+import importlib
+from typing import TYPE_CHECKING, Any
 
-try:
-    __version__ = version("testtime")
-except PackageNotFoundError:  # run from a folder of sources
-    __version__ = "unknown"
+if TYPE_CHECKING:
+    from testtime import augment, corruptions, data, networks, tasks
+    from testtime.adaptation.adapters import Adapter, Episodic, Fixed, Online
+    from testtime.adaptation.methods import METHODS, Method
+    from testtime.adaptation.prediction import Prediction
+    from testtime.adaptation.settings import Settings
+    from testtime.adaptation.streams import Streams
+    from testtime.augment import CropFlip, ResizedCropFlip
+    from testtime.diagnosis.correlation import Correlation, gradient_correlation
+    from testtime.diagnosis.measure import diagnose, find_reference
+    from testtime.diagnosis.verdict import Diagnosis
+    from testtime.evaluation.records import Flips, Record, error, evaluate, flips, running_error
+    from testtime.networks.card import Card, CheckpointError
+    from testtime.networks.checkpoint import bundled, load
+    from testtime.networks.resnet import resnet18, resnet26, resnet50
+    from testtime.networks.wrap import split
+    from testtime.networks.ynet import YNet
+    from testtime.randomness import Draws
+    from testtime.storage import FileError
+    from testtime.tasks import Rotation, Task
+    from testtime.training.loop import train
+    from testtime.training.recipe import Recipe, TrainingError
+
+    __version__: str
+
+_NAMES = {
+    "adaptation.adapters": ("Adapter", "Episodic", "Fixed", "Online"),
+    "adaptation.settings": ("Settings",),
+    "adaptation.methods": ("METHODS", "Method"),
+    "adaptation.prediction": ("Prediction",),
+    "adaptation.streams": ("Streams",),
+    "augment": ("CropFlip", "ResizedCropFlip"),
+    "diagnosis.correlation": ("Correlation", "gradient_correlation"),
+    "diagnosis.measure": ("diagnose", "find_reference"),
+    "diagnosis.verdict": ("Diagnosis",),
+    "evaluation.records": ("Flips", "Record", "error", "evaluate", "flips", "running_error"),
+    "networks.card": ("Card", "CheckpointError"),
+    "networks.checkpoint": ("bundled", "load"),
+    "networks.resnet": ("resnet18", "resnet26", "resnet50"),
+    "networks.wrap": ("split",),
+    "networks.ynet": ("YNet",),
+    "randomness": ("Draws",),
+    "storage": ("FileError",),
+    "tasks": ("Rotation", "Task"),
+    "training.loop": ("train",),
+    "training.recipe": ("Recipe", "TrainingError"),
+}
+"""The public names, by the module that has them."""
+
+_MODULES = ("augment", "corruptions", "data", "networks", "tasks")
+_PLACES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "METHODS",
     "Adapter",
     "Card",
     "CheckpointError",
@@ -43,8 +82,10 @@ __all__ = [
     "Diagnosis",
     "Draws",
     "Episodic",
+    "FileError",
     "Fixed",
     "Flips",
+    "Method",
     "Online",
     "Prediction",
     "Recipe",
@@ -58,6 +99,7 @@ __all__ = [
     "YNet",
     "__version__",
     "augment",
+    "bundled",
     "corruptions",
     "data",
     "diagnose",
@@ -72,8 +114,33 @@ __all__ = [
     "resnet26",
     "resnet50",
     "running_error",
-    "shipped",
     "split",
     "tasks",
     "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in _PLACES:
+        value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+    elif name == "__version__":
+        value = _find_version()
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def _find_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("testtime")
+    except PackageNotFoundError:  # run from a folder of sources
+        return "unknown"

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from testtime.data.corrupted import Corrupted
 from testtime.data.sets import TensorSet, TestSet
-from testtime.evaluate import Progress
+from testtime.evaluation import MethodSpec, Plan, SetSpec, run_plan, write_summary
 from testtime.networks.ynet import YNet
+from testtime.progress import Progress
 from testtime.randomness import Draws
 from testtime.report import publish, require
 from testtime.report.results import Results
-from testtime.runs import Method, Plan, Source, run_plan, write_summary
 from testtime.training import prepare, train
 
 Bars = Callable[[str], contextlib.AbstractContextManager[Progress]]
@@ -72,16 +72,20 @@ SHIFTS: tuple[Shift, ...] = (
 EPOCHS = 25
 LR = 0.05
 AUGMENT = {"name": "crop-flip", "padding": 1, "flip": False}
-_VIEWS = {"copies": 1, "turns": "all", "augment": {"name": "crop-flip", "padding": 0, "flip": False}}
+_VIEWS = {
+    "copies": 1,
+    "task": {"name": "rotation", "each": "all"},
+    "augment": {"name": "crop-flip", "padding": 0, "flip": False},
+}
 METHODS = (
-    Method("fixed", "fixed"),
-    Method("episodic", "episodic", settings={"steps": 2, "lr": 0.01, **_VIEWS}),
-    Method("online", "online", settings={"steps": 2, "lr": 0.02, **_VIEWS}),
+    MethodSpec("fixed", "fixed"),
+    MethodSpec("episodic", "episodic", settings={"steps": 2, "lr": 0.01, **_VIEWS}),
+    MethodSpec("online", "online", settings={"steps": 2, "lr": 0.02, **_VIEWS}),
 )
-"""How the modes adapt. Both learn from the image itself in its four turns: cropping as in training would pad with
+"""How the modes adapt. Both learn from the image itself in its four rotations: cropping as in training would pad with
 black, and where the background is no longer black that frame would outweigh the digit."""
 
-_TOGETHER = 5  # streams that advance side by side: on pictures this small twice as fast as one by one
+_TOGETHER = 5  # streams that advance together: on pictures this small twice as fast as one by one
 
 WORDS = (
     (
@@ -202,7 +206,7 @@ def run(
     sets = make_sets(SHIFTS[:3] if quick else SHIFTS, seed)
     plan = Plan(
         {"joint": str(out / f"training{kind}" / "network.safetensors")},
-        tuple(map(Source, sets)),
+        tuple(map(SetSpec, sets)),
         METHODS,
         seeds=(seed,),
         shuffle=True,

@@ -1,9 +1,11 @@
-"""What a number was measured with: versions and hardware."""
+"""What a number was measured with, and whether two configurations are the same."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -40,3 +42,26 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:  # run from a folder of sources
         return "unknown"
+
+
+def find_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Where a configuration read from a file and one of now differ, a phrase for each entry, sorted by name.
+
+    Args:
+        there: What the file says.
+        here: What is asked for now; compared as JSON would hold it.
+    """
+    old, new = flatten(there), flatten(json.loads(json.dumps(here)))
+    return [
+        f"{key}: {old.get(key, 'none')} there, {new.get(key, 'none')} now"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, with names such as `recipe.lr`."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

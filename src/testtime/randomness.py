@@ -15,14 +15,14 @@ Integers and uniforms are bit-identical on every device; normals go through log 
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 import zlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from testtime import kernels
 
 
 def _signed(value: int) -> int:
@@ -45,10 +45,9 @@ def _xor_shift(state: Tensor, bits: int) -> Tensor:
 
 def _mix(state: Tensor, factor: int = 1, plus: int = 0) -> Tensor:
     """Scramble int64 numbers, times a factor plus something, so that neighbouring inputs give unrelated outputs."""
-    if state.is_cuda and has_triton():
-        from testtime import kernels  # the same arithmetic in one launch
-
-        return kernels.mix(state, factor, plus)
+    mixed = kernels.take_over("mix", state, factor, plus)
+    if mixed is not None:
+        return mixed
     state = state + plus if factor == 1 else state * factor + plus
     state = _xor_shift(state, 30) * _FIRST
     state = _xor_shift(state, 27) * _SECOND
@@ -66,12 +65,6 @@ def _mix_one(state: int) -> int:
 def purpose_word(name: str) -> int:
     """What a key gains for a named use before it is mixed."""
     return _mix_one((zlib.crc32(name.encode()) + (1 << 40) + 1) * GOLDEN)
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether our CUDA kernels can run here: Triton comes with CUDA builds of torch."""
-    return importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import os
 import stat
 import tempfile
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -197,26 +197,3 @@ def hold_folder(path: PathLike) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def find_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Where a configuration read from a file and one of now differ, a phrase for each entry, sorted by name.
-
-    Args:
-        there: What the file says.
-        here: What is asked for now; compared as JSON would hold it.
-    """
-    old, new = flatten(there), flatten(json.loads(json.dumps(here)))
-    return [
-        f"{key}: {old.get(key, 'none')} there, {new.get(key, 'none')} now"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
-
-
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, with names such as `recipe.lr`."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

@@ -6,14 +6,17 @@ A `Task` turns images into views with known targets, and a network's outputs on 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from testtime.randomness import Draws, has_triton
+from testtime import kernels
+from testtime.augment import Augment, CropFlip
+from testtime.randomness import Draws, purpose_word
 
 
 class Task(Protocol):
@@ -80,10 +83,9 @@ class Rotation:
         return torch.where((turns % 2 == 1)[:, None, None, None], half.rot90(1, (-2, -1)), half), turns
 
     def probe(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        if images.is_cuda and has_triton() and not images.requires_grad:
-            from testtime import kernels  # the same in one launch
-
-            return kernels.turn(images)
+        rotated = kernels.take_over("rotate", images)
+        if rotated is not None:
+            return rotated
         images = _central_square(images)
         views = torch.stack([images.rot90(turn, (-2, -1)) for turn in range(4)], dim=1).flatten(0, 1)
         return views, torch.arange(4, device=images.device).repeat(len(images))
@@ -92,11 +94,31 @@ class Rotation:
         return F.cross_entropy(outputs.float(), targets, reduction="none")
 
 
-def make(name: str) -> Task:
-    """The task that a network's card names."""
-    if name != "rotation":
-        raise ValueError(f'`task` must be "rotation", got {name!r}.')
-    return Rotation()
+TASKS: dict[str, Callable[..., Task]] = {"rotation": Rotation}
+"""Name → how to make it; a network's card names its task."""
+
+
+def make(specification: str | Mapping[str, Any]) -> Task:
+    """A task by its name, or by name and arguments, e.g. `{"name": "rotation", "each": "all"}`.
+
+    Raises:
+        ValueError: There is no such task, or it does not take the arguments.
+    """
+    arguments = {"name": specification} if isinstance(specification, str) else dict(specification)
+    name = arguments.pop("name", None)
+    if not isinstance(name, str) or name not in TASKS:
+        raise ValueError(f"`task` must be named one of {', '.join(TASKS)}, got {name!r}.")
+    try:
+        return TASKS[name](**arguments)
+    except TypeError as error:
+        raise ValueError(f"`task` {name!r}: {error}.") from None
+
+
+def count_views(task: Task) -> tuple[int, int]:
+    """How many views a task makes of an image to learn from, and how many to observe."""
+    image = torch.zeros(1, 1, 32, 32, dtype=torch.uint8, device="cpu")
+    views, _ = task.views(image, Draws.of(0, torch.zeros(1, dtype=torch.int64, device="cpu")))
+    return len(views), len(task.probe(image)[0])
 
 
 def _central_square(images: Tensor) -> Tensor:
@@ -104,3 +126,26 @@ def _central_square(images: Tensor) -> Tensor:
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2
     return images[..., top : top + side, left : left + side]
+
+
+def make_views(images: Tensor, draws: Draws, copies: int, augment: Augment, task: Task) -> tuple[Tensor, Tensor]:
+    """The views that a network learns from, and their targets.
+
+    Args:
+        images: `(N, C, H, W)`.
+        draws: Keys `(N,)`.
+        copies: Augmented copies of each image.
+        augment: Makes the copies.
+        task: Makes views and targets of each copy.
+
+    Returns:
+        Views `(N·copies·V, C, h, w)` and targets `(N·copies·V,)`, those of an image one after another.
+    """
+    if isinstance(augment, CropFlip) and isinstance(task, Rotation):
+        words = purpose_word("crop"), purpose_word("flip"), purpose_word("rotation")
+        form = augment.padding, augment.flip, 4 if task.each == "all" else 1
+        made = kernels.take_over("make_views", images, draws.keys, copies, *form, words)
+        if made is not None:
+            return made
+    keys = draws.copies(copies)  # (N, copies)
+    return task.views(augment(images, keys).flatten(0, 1), keys.flatten())

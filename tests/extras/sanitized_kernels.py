@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from testtime import cpu
-from testtime.cpu import build
+from testtime.kernels import Convolution, ConvolutionForm, NormForm, cpu
+from testtime.kernels.cpu import build
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1")
 
@@ -43,13 +43,13 @@ def images_of(rng: random.Random, count: int, channels: int) -> Tensor:
     return lay_out(torch.randn(count, channels, height, width), rng)
 
 
-def norm_of(rng: random.Random, replicas: int, channels: int) -> cpu.GroupNorm:
+def norm_of(rng: random.Random, replicas: int, channels: int) -> NormForm:
     groups = rng.choice([count for count in (1, 2, 4, 8, 16) if channels % count == 0])
     weight, bias = (lay_out(torch.randn(replicas, channels), rng).requires_grad_() for _ in range(2))
-    return cpu.GroupNorm(groups, weight, bias, 1e-5, rng.random() < 0.5)
+    return NormForm(groups, weight, bias, 1e-5, rng.random() < 0.5)
 
 
-def norm_alone(x: Tensor, norm: cpu.GroupNorm) -> Tensor:
+def norm_alone(x: Tensor, norm: NormForm) -> Tensor:
     pieces = zip(x.chunk(len(norm.weight)), norm.weight.double(), norm.bias.double(), strict=True)
     # Contiguous: torch's own GroupNorm crashes on channels-last images whose gradient nobody asks for.
     y = torch.cat([F.group_norm(piece.contiguous(), norm.groups, w, b, norm.eps) for piece, w, b in pieces])
@@ -59,6 +59,11 @@ def norm_alone(x: Tensor, norm: cpu.GroupNorm) -> Tensor:
 def convolve_alone(x: Tensor, weight: Tensor, stride: int = 1, padding: int = 1) -> Tensor:
     pieces = zip(x.chunk(len(weight)), weight.double(), strict=True)
     return torch.cat([F.conv2d(piece, w, None, stride, padding) for piece, w in pieces])
+
+
+def convolve_strided(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    form = ConvolutionForm((stride, stride), (padding, padding), (1, 1), 1)
+    return cpu.convolve_strided(x, weight, None, form, None)
 
 
 def try_norm(rng: random.Random) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -76,9 +81,9 @@ def try_chain(rng: random.Random) -> tuple[Tensor, Tensor, list[Tensor]]:
     layers = []
     for place in range(length):
         made = norm_of(rng, replicas, channels)
-        norm = cpu.GroupNorm(groups, made.weight, made.bias, made.eps, made.relu)
+        norm = NormForm(groups, made.weight, made.bias, made.eps, made.relu)
         weight = lay_out(torch.randn(replicas, channels, channels, 3, 3) / (3 * channels**0.5), rng).requires_grad_()
-        layers.append(cpu.Convolution(weight, None if place == 0 and length % 2 and rng.random() < 0.5 else norm))
+        layers.append(Convolution(weight, None if place == 0 and length % 2 and rng.random() < 0.5 else norm))
     y = block = x.double()
     for place, layer in enumerate(layers):
         opens = place >= length % 2 and (place - length % 2) % 2 == 0
@@ -93,7 +98,7 @@ def try_chain(rng: random.Random) -> tuple[Tensor, Tensor, list[Tensor]]:
         for layer in layers
         for tensor in (layer.weight, *((layer.norm.weight, layer.norm.bias) if layer.norm else ()))
     ]
-    return cpu.convolve(x, layers, plus), y, [x, *([] if plus is None else [plus]), *used]
+    return cpu.convolve_chain(x, layers, plus), y, [x, *([] if plus is None else [plus]), *used]
 
 
 def try_strided(rng: random.Random) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -104,7 +109,7 @@ def try_strided(rng: random.Random) -> tuple[Tensor, Tensor, list[Tensor]]:
     weight = torch.randn(replicas, outputs, inputs, 3, 3) / (3 * inputs**0.5)
     weight = (weight[:1].expand_as(weight) if rng.random() < 0.3 else lay_out(weight, rng)).requires_grad_()
     return (
-        cpu.convolve_strided(x, weight, stride, padding),
+        convolve_strided(x, weight, stride, padding),
         convolve_alone(x.double(), weight, stride, padding),
         [x, weight],
     )
@@ -126,35 +131,35 @@ def check(found: Tensor, expected: Tensor, inputs: list[Tensor], rng: random.Ran
 def try_wrong(rng: random.Random) -> None:
     """What the kernels must refuse: another dtype, device, number of replicas, channels or groups, an odd shape."""
     x, weight = torch.randn(4, 16, 5, 5), torch.randn(2, 16, 16, 3, 3)
-    norm = cpu.GroupNorm(4, torch.randn(2, 16), torch.randn(2, 16), 1e-5, True)
+    norm = NormForm(4, torch.randn(2, 16), torch.randn(2, 16), 1e-5, True)
     dtype = rng.choice((torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.uint8))
     wrong: list[Callable[[], Tensor]] = [
         lambda: cpu.group_norm(x.to(dtype), norm),
-        lambda: cpu.group_norm(x, cpu.GroupNorm(4, norm.weight.to(dtype), norm.bias, 1e-5, True)),
-        lambda: cpu.group_norm(x, cpu.GroupNorm(4, norm.weight, norm.bias.to(dtype), 1e-5, True)),
-        lambda: cpu.group_norm(x, cpu.GroupNorm(rng.choice((0, -1, 3, 5, 32)), norm.weight, norm.bias, 1e-5, True)),
-        lambda: cpu.group_norm(x, cpu.GroupNorm(4, norm.weight, norm.bias[:1], 1e-5, True)),
-        lambda: cpu.group_norm(x, cpu.GroupNorm(4, norm.weight[:, :8], norm.bias[:, :8], 1e-5, True)),
+        lambda: cpu.group_norm(x, NormForm(4, norm.weight.to(dtype), norm.bias, 1e-5, True)),
+        lambda: cpu.group_norm(x, NormForm(4, norm.weight, norm.bias.to(dtype), 1e-5, True)),
+        lambda: cpu.group_norm(x, NormForm(rng.choice((0, -1, 3, 5, 32)), norm.weight, norm.bias, 1e-5, True)),
+        lambda: cpu.group_norm(x, NormForm(4, norm.weight, norm.bias[:1], 1e-5, True)),
+        lambda: cpu.group_norm(x, NormForm(4, norm.weight[:, :8], norm.bias[:, :8], 1e-5, True)),
         lambda: cpu.group_norm(x[:3], norm),
         lambda: cpu.group_norm(x[:0], norm),
         lambda: cpu.group_norm(x.to("meta"), norm),
-        lambda: cpu.convolve(x.to(dtype), [cpu.Convolution(weight)]),
-        lambda: cpu.convolve(x, [cpu.Convolution(weight.to(dtype))]),
-        lambda: cpu.convolve(x, [cpu.Convolution(weight[:, :8])]),
-        lambda: cpu.convolve(x, [cpu.Convolution(weight[..., :2])]),
-        lambda: cpu.convolve(x, [cpu.Convolution(weight, norm), cpu.Convolution(weight[:1], norm)]),
-        lambda: cpu.convolve(x, [cpu.Convolution(weight)], x[..., :4]),
-        lambda: cpu.convolve(x, [cpu.Convolution(weight)], x.to(dtype)),
-        lambda: cpu.convolve(x[:, :8], [cpu.Convolution(weight[:, :8, :8])]),
-        lambda: cpu.convolve(x, [cpu.Convolution(weight.to("meta"))]),
-        lambda: cpu.convolve_strided(x.to(dtype), weight, 2, 1),
-        lambda: cpu.convolve_strided(x, weight.to(dtype), 2, 1),
-        lambda: cpu.convolve_strided(x, weight[:, :10], 2, 1),
-        lambda: cpu.convolve_strided(x, weight[:, :, :8], 2, 1),
-        lambda: cpu.convolve_strided(x, weight, rng.choice((0, -1)), 1),
-        lambda: cpu.convolve_strided(x, weight, 1, -1),
-        lambda: cpu.convolve_strided(x[..., :2], weight, 1, 0),
-        lambda: cpu.convolve_strided(x[:, :, :0], weight, 1, 2),
+        lambda: cpu.convolve_chain(x.to(dtype), [Convolution(weight)]),
+        lambda: cpu.convolve_chain(x, [Convolution(weight.to(dtype))]),
+        lambda: cpu.convolve_chain(x, [Convolution(weight[:, :8])]),
+        lambda: cpu.convolve_chain(x, [Convolution(weight[..., :2])]),
+        lambda: cpu.convolve_chain(x, [Convolution(weight, norm), Convolution(weight[:1], norm)]),
+        lambda: cpu.convolve_chain(x, [Convolution(weight)], x[..., :4]),
+        lambda: cpu.convolve_chain(x, [Convolution(weight)], x.to(dtype)),
+        lambda: cpu.convolve_chain(x[:, :8], [Convolution(weight[:, :8, :8])]),
+        lambda: cpu.convolve_chain(x, [Convolution(weight.to("meta"))]),
+        lambda: convolve_strided(x.to(dtype), weight, 2, 1),
+        lambda: convolve_strided(x, weight.to(dtype), 2, 1),
+        lambda: convolve_strided(x, weight[:, :10], 2, 1),
+        lambda: convolve_strided(x, weight[:, :, :8], 2, 1),
+        lambda: convolve_strided(x, weight, rng.choice((0, -1)), 1),
+        lambda: convolve_strided(x, weight, 1, -1),
+        lambda: convolve_strided(x[..., :2], weight, 1, 0),
+        lambda: convolve_strided(x[:, :, :0], weight, 1, 2),
     ]
     call = rng.choice(wrong)
     try:
@@ -167,7 +172,7 @@ def try_wrong(rng: random.Random) -> None:
 
 def main(cases: int) -> None:
     build._FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in build._FLAGS) + SANITIZERS
-    assert cpu.available()
+    assert build.available()
     rng = random.Random(0)
     torch.manual_seed(0)
     for case in range(cases):

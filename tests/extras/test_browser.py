@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from testtime import cli, resnet26
-from testtime.runs import make_plan, run_plan
+from testtime.evaluation import make_plan, run_plan
 
 sync_api = pytest.importorskip("playwright.sync_api")
 

@@ -19,7 +19,7 @@ COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 HERE = Path(__file__).parent / "emulated"
-SOURCES = Path(__file__).parent.parent.parent / "src" / "testtime" / "kernels"
+SOURCES = Path(__file__).parent.parent.parent / "src" / "testtime" / "kernels" / "cuda"
 SHAPES = [(16, 32), (16, 16), (32, 16), (64, 8)]
 KINDS = {"bf16": torch.bfloat16, "tf32": torch.float32}
 CASES = [(kind, *shape) for kind in KINDS for shape in SHAPES]

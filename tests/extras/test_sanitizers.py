@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from testtime.cpu import build
+from testtime.kernels.cpu import build
 
 CASES = 500
 

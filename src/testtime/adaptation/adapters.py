@@ -1,12 +1,12 @@
 """Adapters: classifiers that learn from each unlabelled image before they predict it.
 
-They wrap the method (adapt.py), alike in use and told apart by what they remember:
+They wrap the method (method.py); all are used alike and differ in what they remember:
 
     Fixed     nothing is learned: the network as it is
     Episodic  every image is its own episode and is forgotten afterwards (the paper's standard version)
     Online    images are a stream: one update each, in the order given, and the state lives on
 
-`Streams` (streams.py) are many online ones, stepped together.
+`Streams` (streams.py) are many online ones, stepped together. What they learn is their `method`, see methods.py.
 
 An image is predicted after the update it caused. No adapter ever sees a label or changes the network it was given.
 """
@@ -28,24 +28,19 @@ import torch
 from torch import Tensor, nn
 
 from testtime import augment as augmentations
-from testtime import tasks
-from testtime.adapt import gate, look, run, run_each
-from testtime.calibrate import fastest, fit, most_together
-from testtime.capture import Precision, arithmetic, check_precision
-from testtime.learner import (
-    Learner,
-    Preset,
-    Settings,
-    find_preset,
-    is_rowwise,
-    load_learner,
-    read_counts,
-    save_learner,
-)
-from testtime.networks.replicas import Replicas
+from testtime import kernels, tasks
+from testtime.adaptation.batching import choose_fastest, find_most, run_fitting
+from testtime.adaptation.guard import gate
+from testtime.adaptation.inputs import check_images, check_samples
+from testtime.adaptation.learner import Learner, load_learner, read_counts, save_learner
+from testtime.adaptation.methods import METHODS, Method, Mode, find_method
+from testtime.adaptation.optimizers import is_rowwise
+from testtime.adaptation.prediction import Prediction
+from testtime.adaptation.recorder import run, run_each
+from testtime.adaptation.replica_store import ReplicaStore
+from testtime.adaptation.source import Source
 from testtime.networks.ynet import YNet
-from testtime.prediction import Prediction
-from testtime.randomness import Draws
+from testtime.precision import Precision, arithmetic
 from testtime.storage import FileError
 from testtime.tasks import Task
 from testtime.tensorfile import pack_text, read_tensors, unpack_text, write_tensors
@@ -56,7 +51,7 @@ _KEY = "testtime-adapter"
 _FORMAT = 1
 
 
-class Turn:
+class _Lock:
     """A lock that is not shared with copies: each has its own."""
 
     def __init__(self) -> None:
@@ -69,44 +64,46 @@ class Turn:
         self._lock.release()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Turn, ()
+        return _Lock, ()
 
 
 class Adapter(nn.Module):
-    """What the adapters share: a network, settings, a running sample number, and checks of what comes in.
+    """What the adapters share: a network, a method, settings, a running sample number, and checks of what comes in.
 
     An adapter is called like any classifier: `adapter(images)` gives logits, and `predict` tells more. As a module it
     holds no parameters, so `train()`, `eval()` and the like do nothing. It works on a copy of the network: the one it
     was given stays as it is, bit for bit. Threads may share it: their calls wait for each other.
+
+    Args:
+        net: The network; it is copied.
+        method: What it learns: a name from `METHODS`, or a record of one's own.
+        mode: What it remembers.
+        settings: Fields of `Settings`; they override the method's.
     """
 
-    def __init__(self, net: YNet, settings: Settings) -> None:
+    def __init__(self, net: YNet, method: str | Method, mode: Mode, settings: Mapping[str, Any]) -> None:
         super().__init__()
-        if not isinstance(net, YNet):
-            raise TypeError(f"`net` must be a YNet, got {type(net).__name__}; testtime.split(model, at=…) makes one.")
-        half = {tensor.dtype for tensor in net.parameters()} & {torch.float16, torch.bfloat16}
-        if half:
-            raise ValueError(
-                f"`net` must have float32 parameters, got {half.pop()}: small steps are lost in it. "
-                'To compute in bfloat16, give net.float() and precision="bf16".'
-            )
-        self._turn = Turn()
-        task = settings.task or tasks.make(net.card.task)
-        augment = settings.augment or augmentations.make(net.card.augment)
-        self.settings = replace(settings, task=task, augment=augment)
+        _check_network(net)
+        self.method = find_method(method)
+        given = self.method.make_settings(mode, settings)
+        task = given.task or tasks.make(net.card.task)
+        augment = given.augment or augmentations.make(net.card.augment)
+        self.settings = replace(given, task=task, augment=augment)
+        self._lock = _Lock()
         with torch.inference_mode(False):
             # In a list, which hides it from nn.Module: it is not the adapter's to train or to move.
             self._networks = [copy.deepcopy(net).eval().requires_grad_(False)]
-        self._base: Replicas | None = None
-        self._most_by_shape: dict[tuple[int, ...], int] = {}
+        self.device = next(self._networks[0].parameters()).device
+        self._sources: dict[tuple[int, ...], Source] = {}
         self.reset()
 
     def reset(self) -> None:
         """Forget everything: the sample number, the counts, and whatever was learned."""
-        with self._turn, torch.inference_mode(False):
+        with self._lock, torch.inference_mode(False):
             self.seen = 0
             # On the network's device, so that counting does not make the host wait for it.
-            self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)
+            self._counts = torch.zeros(2, dtype=torch.int64, device=self.device)
+            self._learned: Learner | ReplicaStore | None = None
 
     @property
     def adapted(self) -> int:
@@ -132,45 +129,27 @@ class Adapter(nn.Module):
         Raises:
             ValueError: The images or their numbers do not fit; nothing was learned.
         """
-        with self._turn:
-            samples = self._check(images, samples)
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                arithmetic(self.settings.precision, self._device),
-                self._all_or_nothing(),
-            ):
+        check_images(self._networks[0], images)
+        if samples is not None:
+            check_samples(samples, len(images))
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            numbers = self._number(images) if samples is None else samples
+            with arithmetic(self.settings.precision, self.device), self._all_or_nothing():
                 # Copies: tensors made in inference mode cannot take part in learning.
-                copies = (tensor.detach().to(self._device, copy=True) for tensor in (images, samples))
+                copies = (tensor.detach().to(self.device, copy=True) for tensor in (images, numbers))
                 answers = self._predict(*copies)
                 self._counts = self._counts + torch.stack([answers.adapted.sum(), answers.rolled_back.sum()])
                 self.seen += len(images)
         return answers
 
-    @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Within it, images are learned from and counted; an error, Ctrl-C among them, leaves all as it was before."""
-        counts, seen, undo = self._counts, self.seen, self._remember()
-        try:
-            yield
-        except BaseException:
-            undo()
-            self._counts, self.seen = counts, seen
-            raise
-
-    def _remember(self) -> Callable[[], None]:
-        """A function that brings back what has been learned up to now."""
-        return lambda: None
-
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Everything the adapter has learned and counted, as tensors by name."""
-        with self._turn:
+        with self._lock:
+            counts = [self.seen, self.adapted, self.rolled_back]
             return {
-                "adapter": pack_text(type(self).__name__),
-                "settings": pack_text(json.dumps(self.settings.describe(), sort_keys=True)),
-                "network": pack_text(self._networks[0].fingerprint()),
-                "counts": _integers([self.seen, self.adapted, self.rolled_back]),
-                **self._learned(),
+                **{key: pack_text(text) for key, text in self._identify().items()},
+                "counts": torch.tensor(counts, dtype=torch.int64, device="cpu"),
+                **save_learner(self._learned),
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -179,25 +158,11 @@ class Adapter(nn.Module):
         Raises:
             ValueError: The state belongs to another network, adapter or settings; nothing was changed.
         """
-        own = self.state_dict()
-        counts = read_counts(state_dict, "counts", 3)
-        for key in ("adapter", "network", "settings"):
-            if key not in state_dict:
-                raise ValueError(f"not an adapter's state: {key!r} is missing.")
-            there, here = unpack_text(state_dict[key]), unpack_text(own[key])
-            if there != here:
-                raise ValueError(f"the state was saved with another {key}: {there}, here {here}.")
-        if counts[1] + counts[2] > counts[0]:
-            raise ValueError(
-                f"not an adapter's state: of {counts[0]} images {counts[1] + counts[2]} were learned from."
-            )
-        for name, tensor in state_dict.items():
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                raise ValueError(f"tensor {name!r} has values that are not finite.")
-        with self._turn, torch.inference_mode(False), self._all_or_nothing():
-            self._load(state_dict)
+        counts = self._check_state(state_dict)
+        with self._lock, torch.inference_mode(False), self._all_or_nothing():
+            self._learned = load_learner(state_dict, self._networks[0], self._make_learner)
             self.seen = counts[0]
-            self._counts = _integers(counts[1:]).to(self._device)
+            self._counts = torch.tensor(counts[1:], dtype=torch.int64, device=self.device)
 
     def save(self, path: str | Path) -> None:
         """Write the state to a safetensors file, whole or not at all."""
@@ -217,75 +182,92 @@ class Adapter(nn.Module):
         except ValueError as error:
             raise FileError(path, str(error).rstrip(".")) from None
 
-    @property
-    def _device(self) -> torch.device:
-        return next(self._networks[0].parameters()).device
+    def describe(self) -> dict[str, Any]:
+        """Method and settings as plain text and numbers."""
+        # Records of version 0.1 have no method; the settings of its presets were written out.
+        named = {} if self.method in (METHODS["ttt"], METHODS["best"]) else {"method": self.method.name}
+        return named | self.settings.describe()
+
+    def _identify(self) -> dict[str, str]:
+        """What a state must have in common with the adapter that loads it."""
+        settings = json.dumps(self.describe(), sort_keys=True)
+        return {"adapter": type(self).__name__, "settings": settings, "network": self._networks[0].fingerprint()}
+
+    def _check_state(self, state: Mapping[str, Any]) -> tuple[int, ...]:
+        """The counts of a state; raises ValueError where it belongs elsewhere or is damaged."""
+        for key, here in self._identify().items():
+            if key not in state:
+                raise ValueError(f"not an adapter's state: {key!r} is missing.")
+            there = unpack_text(state[key])
+            if there != here:
+                raise ValueError(f"the state was saved with another {key}: {there}, here {here}.")
+        counts = tuple(read_counts(state, "counts", 3))
+        if counts[1] + counts[2] > counts[0]:
+            raise ValueError(f"not an adapter's state: it counts more images learned from than seen, {list(counts)}.")
+        for name, tensor in state.items():
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                raise ValueError(f"tensor {name!r} has values that are not finite.")
+        return counts
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Within it, images are learned from and counted; an error, Ctrl-C among them, leaves all as it was before."""
+        counts, seen, undo = self._counts, self.seen, self._remember()
+        try:
+            yield
+        except BaseException:
+            undo()
+            self._counts, self.seen = counts, seen
+            raise
+
+    def _remember(self) -> Callable[[], None]:
+        """A function that brings back what has been learned up to now."""
+        learned = self._learned
+        undo = None if learned is None else learned.remember()
+
+        def bring_back() -> None:
+            self._learned = learned
+            if undo is not None:
+                undo()
+
+        return bring_back
+
+    def _number(self, images: Tensor) -> Tensor:
+        """The sample numbers of the next images."""
+        return torch.arange(self.seen, self.seen + len(images), device=self.device)
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         raise TypeError("Adapter is a base class; use Fixed, Episodic or Online.")
 
-    def _learned(self) -> dict[str, Tensor]:
-        """What was learned, for `state_dict`."""
-        return {}
-
-    def _load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with what `_learned` gave."""
-
-    def _network(self, learned: Mapping[str, Tensor]) -> YNet:
-        """A copy of the network, with other tensors where there are learned ones of a replica."""
-        net = copy.deepcopy(self._networks[0])
-        net.load_state_dict({**net.state_dict(), **learned})
-        return net.requires_grad_(True)
-
-    def _most(self, shape: tuple[int, ...]) -> int:
-        """How many episodes or streams to compute side by side, if the memory is large enough."""
-        if shape not in self._most_by_shape:
-            self._most_by_shape[shape] = most_together(self._networks[0], self.settings, shape)
-        return self._most_by_shape[shape]
+    def _make_learner(self, shape: tuple[int, ...]) -> Learner | ReplicaStore:
+        """What learns, for images of a shape (C, H, W)."""
+        raise ValueError(f"{type(self).__name__} remembers nothing.")
 
     def _unadapted(self, images: Tensor) -> Prediction:
         """The answers of the network as it was given."""
-        if len(images) == 0:
-            return self._unadapted(images.new_zeros(1, *images.shape[1:]))[:0]
-        if self._base is None:
-            example = Draws.of(0, torch.arange(2, device=images.device)).uniform(*images.shape[1:])
-            dtype = check_precision(self.settings.precision)
-            self._base = Replicas(self._networks[0], 1, (), example, dtype)
-        most = 2048 if images.is_cuda else 256  # at a time, and fewer of large images: their features fill the memory
-        most = max(1, min(most, most * 1024 // (images.shape[-2] * images.shape[-1])))
-        base = self._base
-        parts = fit(most, lambda count: [look(base, chunk[None], self.settings) for chunk in images.split(count)])
-        logits, loss, confidence = (torch.cat(tensors, dim=1)[0] for tensors in zip(*parts, strict=True))
-        no = torch.zeros_like(loss, dtype=torch.bool)
-        return Prediction(logits, logits.clone(), loss, loss.clone(), confidence, no, no.clone())
+        shape = tuple(images.shape[1:])
+        if shape not in self._sources:
+            self._sources.clear()
+            self._sources[shape] = Source(self._networks[0], self.method, self.settings, shape)
+        return self._sources[shape].predict(images)
 
-    def _check(self, images: Tensor, samples: Tensor | None) -> Tensor:
-        if not isinstance(images, Tensor):
-            raise TypeError(f"`images` must be a tensor, got {type(images).__name__}.")
-        if images.dim() != 4 or 0 in images.shape[1:]:
-            hint = "; for one image add an axis: images[None]" if images.dim() == 3 else ""
-            raise ValueError(f"`images` must be (N, C, H, W), got {tuple(images.shape)}{hint}.")
-        card, channels = self._networks[0].card, self._networks[0].channels
-        if channels is not None and images.shape[1] != channels:
-            raise ValueError(f"`images` must have {channels} channels, got {images.shape[1]}.")
-        if images.dtype != torch.uint8 and not images.is_floating_point():
-            raise ValueError(f"`images` must be uint8, or floats in [0, 1], got {images.dtype}.")
-        normalises = any(card.mean) or any(value != 1 for value in card.std)
-        if images.is_floating_point() and normalises and images.numel():
-            # What is not a finite number is for the guard, image by image: it must not reject the others.
-            low, high = (float(value) for value in images.detach().nan_to_num(0.5, 0.5, 0.5).aminmax())
-            if low < 0 or high > 1:
-                raise ValueError(
-                    f"Float `images` must lie in [0, 1], got {low:.3g} to {high:.3g}: "
-                    "give plain pixels, the network normalises them itself."
-                )
-        if samples is None:
-            return torch.arange(self.seen, self.seen + len(images), device=self._device)
-        if not isinstance(samples, Tensor):
-            raise TypeError(f"`samples` must be a tensor of integers, got {type(samples).__name__}.")
-        if samples.dtype not in (torch.int64, torch.int32) or samples.shape != images.shape[:1]:
-            raise ValueError(f"`samples` must be {len(images)} integers, got {samples.dtype} {tuple(samples.shape)}.")
-        return samples
+
+def _check_network(net: YNet) -> None:
+    if not isinstance(net, YNet):
+        raise TypeError(f"`net` must be a YNet, got {type(net).__name__}; testtime.split(model, at=…) makes one.")
+    half = {tensor.dtype for tensor in net.parameters()} & {torch.float16, torch.bfloat16}
+    if half:
+        raise ValueError(
+            f"`net` must have float32 parameters, got {half.pop()}: small steps are lost in it. "
+            'To compute in bfloat16, give net.float() and precision="bf16".'
+        )
+
+
+def copy_network(net: YNet, learned: Mapping[str, Tensor]) -> YNet:
+    """A copy of a network, with other tensors where there are learned ones of a replica."""
+    made = copy.deepcopy(net)
+    made.load_state_dict({**made.state_dict(), **learned})
+    return made.requires_grad_(True)
 
 
 class Fixed(Adapter):
@@ -301,7 +283,7 @@ class Fixed(Adapter):
     def __init__(
         self, net: YNet, *, task: Task | None = None, precision: Precision = "fp32", mirrored: bool = False
     ) -> None:
-        super().__init__(net, Settings(steps=0, task=task, precision=precision, mirrored=mirrored))
+        super().__init__(net, "ttt", "fixed", {"steps": 0, "task": task, "precision": precision, "mirrored": mirrored})
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         return self._unadapted(images)
@@ -311,24 +293,30 @@ class Episodic(Adapter):
     """Every image is its own episode: learn from it, predict it, forget it (the paper's standard version).
 
     An image's answer depends on the network, the settings, the image and its sample number, and on nothing else: not on
-    the other images of the batch, their order, or, but for rounding, how many episodes run side by side.
+    the other images of the batch, their order, or, but for rounding, how many episodes run in parallel. Only where the
+    images of a call share their updates (`share="batch"`), they are one episode.
 
     Args:
         net: The network; it is copied.
-        steps: Gradient steps on each image.
-        parallel: How many episodes run side by side; "auto" tries out a few counts once there are images enough. Where
+        method: What it learns: a name from `METHODS`, or a record of one's own.
+        parallel: How many episodes run in parallel; "auto" tries out a few counts once there are images enough. Where
             the memory of a GPU is too small for them, it becomes what fits.
-        **settings: Further fields of `Settings`.
+        **settings: Fields of `Settings`; they override the method's. By default 10 steps on each image.
     """
 
     def __init__(
-        self, net: YNet, *, steps: int = 10, parallel: int | Literal["auto"] = "auto", **settings: Any
+        self,
+        net: YNet,
+        *,
+        method: str | Method = "ttt",
+        parallel: int | Literal["auto"] = "auto",
+        **settings: Any,
     ) -> None:
         if parallel != "auto" and (isinstance(parallel, str) or parallel < 1):
             raise ValueError(f'`parallel` must be "auto" or at least 1, got {parallel!r}.')
         self.parallel: int | Literal["auto"] = parallel
         self._learners: dict[int, Learner] = {}
-        super().__init__(net, Settings(steps=steps, **settings))
+        super().__init__(net, method, "episodic", settings)
         if parallel != 1 and not is_rowwise(self.settings):
             log.info("this optimizer's step mixes parameters, so episodes run one after another")
             self.parallel = 1
@@ -342,7 +330,7 @@ class Episodic(Adapter):
         def learn_from(chunk: Tensor) -> None:
             learner = self._learner(len(chunk), tuple(images.shape[1:]))
             learner.reset()
-            learned = run(learner, images[chunk], samples[chunk], learner.everyone)
+            learned = run(learner, images[chunk], samples[chunk])
             for f in fields(Prediction):
                 getattr(answers, f.name)[chunk] = getattr(learned, f.name)
 
@@ -356,41 +344,39 @@ class Episodic(Adapter):
         if self.settings.share == "batch":
             learn_from(wanted[None])  # one episode that all of them share
         else:
-            most = self._side_by_side(images[wanted])
-            fit(most, attempt)
+            most = self._choose_parallel(images[wanted])
+            run_fitting(most, attempt)
         return answers
 
     def _learner(self, count: int, shape: tuple[int, ...]) -> Learner:
         if count not in self._learners:
             while len(self._learners) > 1:  # the full size and one remainder are enough to keep
                 self._learners.pop(min(self._learners))
-            self._learners[count] = Learner(self._networks[0], count, self.settings, shape)
+            self._learners[count] = Learner(self._networks[0], count, self.method, self.settings, shape)
         return self._learners[count]
 
-    def _side_by_side(self, images: Tensor) -> int:
+    def _choose_parallel(self, images: Tensor) -> int:
         """How many episodes to run at once for these images."""
         if self.parallel != "auto":
             return self.parallel
-        most = self._most(tuple(images.shape[1:]))
-        if images.is_cuda:
-            counts = [count for count in (16, 64, 256) if count <= most]
-            if len(counts) < 2 or len(images) < 2 * counts[-1]:  # nothing to choose, or too few images
-                return min(len(images), most, 64)
-        else:
-            counts = [count for count in (1, 4, 16, 64) if count <= min(most, len(images) // 2)]
-            if len(counts) < 2:
-                return 1
+        shape, tuning = tuple(images.shape[1:]), kernels.tuning(self.device)
+        most = find_most(self._networks[0], self.settings, shape)
+        counts = [count for count in tuning.parallel if count <= most]
+        if not tuning.waits:  # few images are worth no larger count
+            counts = [count for count in counts if count <= len(images) // 2]
+        if len(counts) < 2 or len(images) < 2 * counts[-1]:  # nothing to choose, or too few images
+            return min(len(images), most, tuning.untried)
 
         def trial(count: int) -> float:
-            learner = Learner(self._networks[0], count, replace(self.settings, steps=1), tuple(images.shape[1:]))
+            learner = Learner(self._networks[0], count, self.method, replace(self.settings, steps=1), shape)
             arguments = images[:count, None], torch.arange(count, device=images.device)[:, None]
-            run(learner, *arguments, learner.everyone)  # warms up
+            run(learner, *arguments)  # warms up
             begin = time.perf_counter()
-            run(learner, *arguments, learner.everyone).logits.cpu()
+            run(learner, *arguments).logits.cpu()
             return time.perf_counter() - begin
 
-        described = json.dumps(self.settings.describe(), sort_keys=True)
-        return fastest((self._networks[0].fingerprint(), images.shape[1:], images.device, described), counts, trial)
+        described = json.dumps(self.describe(), sort_keys=True)
+        return choose_fastest((self._networks[0].fingerprint(), shape, images.device, described), counts, trial)
 
 
 class Online(Adapter):
@@ -401,52 +387,28 @@ class Online(Adapter):
 
     Args:
         net: The network; it is copied.
-        preset: "paper", one gradient step on each image and the defaults of `Settings`, or "best", this package's own
-            choice; `learner.PRESETS` has both.
-        **settings: Fields of `Settings`; they go before the preset's.
+        method: What it learns: a name from `METHODS`, or a record of one's own.
+        **settings: Fields of `Settings`; they override the method's.
     """
 
-    def __init__(self, net: YNet, *, preset: Preset = "paper", **settings: Any) -> None:
-        super().__init__(net, Settings(**{**find_preset(preset), **settings}))
-
-    def reset(self) -> None:
-        with self._turn:
-            super().reset()
-            self._learner: Learner | None = None
+    def __init__(self, net: YNet, *, method: str | Method = "ttt", **settings: Any) -> None:
+        super().__init__(net, method, "online", settings)
 
     def network(self) -> YNet:
-        """A network with what has been learned so far, to save or to use as it is. The stream goes on without it."""
-        with self._turn, torch.inference_mode(False):
-            return self._network(self._learner.replicas.read(0) if self._learner else {})
-
-    def _remember(self) -> Callable[[], None]:
-        learner = self._learner
-        good = None if learner is None else learner.snapshot()
-
-        def undo() -> None:
-            self._learner = learner
-            if learner is not None and good is not None:
-                learner.restore(good, learner.everyone)
-
-        return undo
+        """A network with what has been learned so far, to save or to use as it is. The stream continues without it."""
+        with self._lock, torch.inference_mode(False):
+            learned = self._learned
+            return copy_network(self._networks[0], learned.replicas.read(0) if isinstance(learned, Learner) else {})
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         if self.settings.steps == 0 or len(images) == 0:
             return self._unadapted(images)
-        if self._learner is None:
-            self._learner = Learner(self._networks[0], 1, self.settings, tuple(images.shape[1:]))
+        learner = self._learned or self._make_learner(tuple(images.shape[1:]))
+        assert isinstance(learner, Learner)
+        self._learned = learner
         if self.settings.share == "image":
-            return run_each(self._learner, images, samples)
-        return run(self._learner, images[None], samples[None], self._learner.everyone)[0]
+            return run_each(learner, images, samples)
+        return run(learner, images[None], samples[None])[0]
 
-    def _learned(self) -> dict[str, Tensor]:
-        return save_learner(self._learner)
-
-    def _load(self, state: Mapping[str, Tensor]) -> None:
-        self._learner = load_learner(
-            state, self._networks[0], lambda shape: Learner(self._networks[0], 1, self.settings, shape)
-        )
-
-
-def _integers(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device="cpu")
+    def _make_learner(self, shape: tuple[int, ...]) -> Learner:
+        return Learner(self._networks[0], 1, self.method, self.settings, shape)

@@ -1,4 +1,4 @@
-"""How many episodes or streams run side by side: found by measurement, and bounded by the memory."""
+"""How many episodes or streams are computed at once: found by measurement, and bounded by the memory."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from testtime.adapt import make_views
-from testtime.learner import Settings
-from testtime.networks.tall import LARGEST
+from testtime import kernels
+from testtime.adaptation.settings import Settings
 from testtime.networks.ynet import YNet
 from testtime.randomness import Draws
+from testtime.tasks import make_views
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 _CHOICES: dict[Hashable, int] = {}
-_PIXELS = 2**17  # of views that a CPU computes at once
 
 
-def fastest(key: Hashable, counts: Sequence[int], trial: Callable[[int], float]) -> int:
+def choose_fastest(key: Hashable, counts: Sequence[int], trial: Callable[[int], float]) -> int:
     """The count whose trial takes the least time for each of them; remembered by `key` as long as the process lives.
 
     Args:
         key: What the choice depends on: network, sizes, device.
         counts: Counts to try, rising; the first must work.
-        trial: Does the work for a count and gives the seconds it took.
+        trial: Does the work for a count and returns the seconds it took.
 
     Returns:
         One of `counts`. Counts that do not fit into memory are passed over, and so are all larger ones.
@@ -50,32 +49,36 @@ def fastest(key: Hashable, counts: Sequence[int], trial: Callable[[int], float])
     for count, rate in rates.items():
         if rate > 1.1 * rates[best]:
             best = count
-    log.info("episodes a second by how many run side by side: %s; taking %d", rates, best)
+    log.info("episodes per second by how many run in parallel: %s; taking %d", rates, best)
     _CHOICES[key] = best
     return best
 
 
-def most_together(net: YNet, settings: Settings, shape: Sequence[int]) -> int:
-    """How many episodes or streams to compute side by side at most, however large the memory.
+def find_most(net: YNet, settings: Settings, shape: Sequence[int]) -> int:
+    """How many episodes or streams to compute at once at most, however large the memory.
 
-    On a CPU, steps on more pixels at once are no faster, and what they keep for the way back fills the memory. On CUDA
-    larger tensors are not for kernels of ours, and torch's are slower.
+    Beyond a number of pixels more at once are no faster, and what they hold for the backward pass fills the memory; or
+    tensors become too large for kernels.
 
     Args:
         net: The network, in evaluation mode.
         settings: How it learns, with augmentation and task.
         shape: (C, H, W) of the images.
     """
+    assert settings.augment is not None
+    assert settings.task is not None
     device = next(net.parameters()).device
-    draws = Draws.of(0, torch.zeros(1, 1, dtype=torch.int64, device=device))
-    views = make_views(torch.zeros(1, 1, *shape, dtype=torch.float32, device=device), draws, settings)[0][0]
-    if device.type == "cpu":
-        return max(1, _PIXELS // (len(views) * views.shape[-2] * views.shape[-1]))
-    return most_for_kernels(net, views)
+    draws = Draws.of(0, torch.zeros(1, dtype=torch.int64, device=device))
+    image = torch.zeros(1, *shape, dtype=torch.float32, device=device)
+    views = make_views(image, draws, settings.copies, settings.augment, settings.task)[0]
+    pixels = kernels.tuning(device).most_pixels
+    if pixels is None:
+        return find_most_for_kernels(net, views)
+    return max(1, pixels // (len(views) * views.shape[-2] * views.shape[-1]))
 
 
-def most_for_kernels(net: YNet, views: Tensor) -> int:
-    """How many times these views, `(M, C, H, W)`, go through a network at once on CUDA kernels of ours."""
+def find_most_for_kernels(net: YNet, views: Tensor) -> int:
+    """How many times these views, `(M, C, H, W)`, go through a network at once on CUDA kernels."""
     sizes = [views[0].numel()]
 
     def note(layer: nn.Module, given: object, made: object) -> None:
@@ -89,15 +92,15 @@ def most_for_kernels(net: YNet, views: Tensor) -> int:
     finally:
         for hook in hooks:
             hook.remove()
-    return max(1, (LARGEST - 1) // (len(views) * max(sizes)))
+    return max(1, (kernels.CUDA_LARGEST - 1) // (len(views) * max(sizes)))
 
 
-def fit(count: int, work: Callable[[int], Result]) -> Result:
-    """What `work(count)` gives; where the memory is too small for it, what it gives with half as many, and so on.
+def run_fitting(count: int, work: Callable[[int], Result]) -> Result:
+    """What `work(count)` returns; where the memory is too small, what it returns with half as many, and so on.
 
     Args:
         count: How many to try first.
-        work: Does the work with at most so many side by side. What a failed try has changed, it undoes itself.
+        work: Does the work with at most so many at once. What a failed try has changed, it undoes itself.
 
     Raises:
         torch.OutOfMemoryError: A single one is too much.
@@ -109,6 +112,6 @@ def fit(count: int, work: Callable[[int], Result]) -> Result:
             if count == 1:
                 raise
         # Out here the error is gone, and with it what its traceback held.
-        log.warning("%d side by side do not fit into the memory; going on with %d", count, (count + 1) // 2)
+        log.warning("%d at once do not fit into the memory; continuing with %d", count, (count + 1) // 2)
         count = (count + 1) // 2
         torch.cuda.empty_cache()

@@ -1,70 +1,74 @@
-"""Episodes of a learner, recorded as CUDA graphs when images of a new shape first come."""
+"""Episodes of a learner: replayed from CUDA graphs, recorded when images of a new shape first come, or run as they are.
+
+A step of test-time training is some hundred small kernels; launching them one by one costs more than running them.
+"""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from testtime.capture import Captured, Series
-from testtime.learner import Learner
-from testtime.prediction import Prediction
+from testtime.adaptation.learner import Learner
+from testtime.adaptation.method import episode
+from testtime.adaptation.prediction import Prediction
+from testtime.kernels.graphs import Captured, Series, record
 
 _STRETCH = 64  # images of a stream for which one call is enough
 
-Episode = Callable[[Learner, Tensor, Tensor, Tensor], Prediction]
 
-
-def replay(learner: Learner, episode: Episode, images: Tensor, samples: Tensor, active: Tensor) -> Prediction | None:
-    """What an episode answers, from a graph; None where there is none to replay.
+def run(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
+    """An episode of every replica.
 
     Args:
         learner: S replicas and their optimizer.
-        episode: What to record; it takes the learner and the arguments that follow.
         images: `(S, B, C, H, W)`.
         samples: `(S, B)`.
-        active: `(S,)`.
     """
-    if not images.is_cuda or learner.eager:
-        return None
+
+    def whole(images: Tensor, samples: Tensor) -> tuple[Tensor, ...]:
+        return _answer(learner, images, samples)
+
     key = (*images.shape, images.dtype)
-    if key not in learner.graphs:
-        _record(learner, key, lambda: Captured(_answers(learner, episode), images, samples, active))
-    return None if learner.eager else Prediction(*learner.graphs[key](images, samples, active))
+    graph = _find(learner, key, lambda: Captured(whole, images, samples))
+    if graph is None:
+        return episode(learner, images, samples, learner.everyone)
+    return Prediction(*graph(images, samples))
 
 
-def replay_each(learner: Learner, episode: Episode, images: Tensor, samples: Tensor) -> Prediction | None:
-    """As `replay`, for images `(N, C, H, W)` that are N episodes of a single replica, one after another."""
-    if not images.is_cuda or learner.eager:
-        return None
+def run_each(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
+    """Episodes of a single replica, one after another, for images `(N, C, H, W)`; samples `(N,)`."""
+
+    def one(image: Tensor, sample: Tensor) -> tuple[Tensor, ...]:
+        return _answer(learner, image, sample)
+
+    inputs = images[:, None, None], samples[:, None, None]  # (N, 1, 1, C, H, W)
     key = ("each", *images.shape[1:], images.dtype)
-    inputs = images[:, None, None], samples[:, None, None]
-    if key not in learner.graphs:
-        one = _answers(learner, lambda own, image, sample: episode(own, image, sample, own.everyone))
-        _record(learner, key, lambda: Series(one, _STRETCH, *(tensor[0] for tensor in inputs)))
-    return None if learner.eager else Prediction(*(answer[:, 0, 0] for answer in learner.graphs[key](*inputs)))
+    graph = _find(learner, key, lambda: Series(one, _STRETCH, *(tensor[0] for tensor in inputs)))
+    if graph is None:
+        return Prediction.join([episode(learner, *both, learner.everyone)[0] for both in zip(*inputs, strict=True)])
+    return Prediction(*(answer[:, 0, 0] for answer in graph(*inputs)))
 
 
-def _answers(learner: Learner, episode: Callable[..., Prediction]) -> Callable[..., tuple[Tensor, ...]]:
-    def answers(*inputs: Tensor) -> tuple[Tensor, ...]:
-        prediction = episode(learner, *inputs)
-        return tuple(getattr(prediction, f.name) for f in fields(Prediction))
-
-    return answers
+def _answer(learner: Learner, images: Tensor, samples: Tensor) -> tuple[Tensor, ...]:
+    prediction = episode(learner, images, samples, learner.everyone)
+    return tuple(getattr(prediction, f.name) for f in fields(Prediction))
 
 
-def _record(learner: Learner, key: tuple[object, ...], record: Callable[[], Captured | Series]) -> None:
-    """Record a graph; what trying it out changed is put back. Where that fails, the learner goes on without graphs."""
-    good = learner.snapshot()
-    try:
-        learner.graphs[key] = record()
-    except torch.OutOfMemoryError:  # without a graph it would take as much
-        raise
-    except RuntimeError as error:
-        learner.eager = True
-        warnings.warn(f"CUDA graph capture failed, going on without it: {error}", stacklevel=2)
-    finally:
-        learner.restore(good, learner.everyone)
+def _find(learner: Learner, key: Any, make: Callable[[], Captured | Series]) -> Captured | Series | None:
+    """The recording for images of a shape, made where it can be; what trying it out changed is put back."""
+    if learner.eager:
+        return None
+    if key not in learner.recordings:
+        good = learner.snapshot()
+        try:
+            recording = record(make)
+        finally:
+            learner.restore(good, learner.everyone)
+        if recording is None:
+            learner.eager = True
+            return None
+        learner.recordings[key] = recording
+    return learner.recordings[key]

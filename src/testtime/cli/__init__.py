@@ -1,8 +1,9 @@
 """The command line: arguments in, library calls, results out. No logic lives here.
 
-Every command imports what it needs inside itself, so that one works where another's extras are missing. A command lets
-exceptions pass: `main` turns them into one line on standard error and an exit code (2 for bad arguments, 1 for what
-failed, 130 for Ctrl-C); `TESTTIME_DEBUG=1` shows the stack instead. Long work reports through `progress`.
+One file a command; commands.py puts them together, options.py has the options they share. A command imports what it
+needs inside its function, so that help and bad arguments are answered before torch is imported, and one command works
+where another's extras are missing. Exceptions pass through a command: `run` turns them into one line on standard error
+and an exit code (2 for bad arguments, 1 for failures, 130 for Ctrl-C); `TESTTIME_DEBUG=1` shows the stack instead.
 """
 
 from __future__ import annotations
@@ -11,64 +12,34 @@ import io
 import os
 import sys
 
-try:
-    import rich  # noqa: F401  (progress and help need it; better to know now)
-    import typer
-except ModuleNotFoundError as missing:
-    raise SystemExit(f"error: the command line needs {missing.name}: pip install 'testtime[cli]'") from None
+from testtime.cli.interrupt import INTERRUPTED, report_interrupt, run_process, was_interrupted
 
-from testtime.cli import corrupt, data, demo, diagnose, evaluate, networks
-from testtime.cli.console import progress
-from testtime.ending import INTERRUPTED, run_process, tell_stopped, was_interrupted
-from testtime.storage import printable
-
-__all__ = ["app", "main", "progress", "run"]
-
-app = typer.Typer(
-    name="testtime",
-    help="Test-Time Training: a vision model that learns, without labels, from each image it is about to classify.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-for command in (networks.train, networks.predict, networks.info):
-    app.command()(command)
-app.command("eval", cls=evaluate.EvaluateCommand)(evaluate.evaluate)
-app.command()(evaluate.report)
-for command in (diagnose.diagnose, diagnose.correlate):
-    app.command()(command)
-app.command()(corrupt.corrupt)
-app.command()(demo.demo)
-app.add_typer(data.app, name="data")
+__all__ = ["main", "run"]
 
 
 def main() -> None:
     """Run the command line; ends the process with the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # where Windows writes cp1252, an arrow must not cost the answer
+            stream.reconfigure(errors="replace")  # Windows may write cp1252, which has no arrow
     run_process(lambda: run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and say what went wrong, if anything, in one line.
+    """Run one command; report what went wrong, if anything, in one line.
 
     Args:
-        arguments: What follows the program's name.
+        arguments: The words after the program's name.
 
     Returns:
         The exit code.
     """
     try:
-        code = app(args=arguments or ["--help"], prog_name="testtime", standalone_mode=False, obj=arguments)
+        code = _call(arguments)
         sys.stdout.flush()
-        if code == INTERRUPTED:
-            return tell_stopped()
-        return code if isinstance(code, int) else 0
-    except (KeyboardInterrupt, typer.Abort):
-        return tell_stopped()
+        return report_interrupt() if code == INTERRUPTED else code
+    except KeyboardInterrupt:
+        return report_interrupt()
     except BrokenPipeError:
         # The reader of the output went away; Python must not try to flush into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -77,27 +48,28 @@ def run(arguments: list[str]) -> int:
         if os.environ.get("TESTTIME_DEBUG"):
             raise
         if was_interrupted(error):
-            return tell_stopped()
-        usage = getattr(error, "format_message", None)  # what typer raises for bad arguments
-        if usage is not None:
-            text, context = usage(), getattr(error, "ctx", None)
-            hint = f" (see {context.command_path} --help)" if context is not None else ""
-            print(f"error: {printable(text)}{hint}", file=sys.stderr)
-            return 2
-        print(f"error: {printable(str(error) or type(error).__name__)}", file=sys.stderr)
-        return 1
+            return report_interrupt()
+        return _report_error(error)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
+def _call(arguments: list[str]) -> int:
+    try:
+        import rich  # noqa: F401  (help and progress need it)
+        import typer  # noqa: F401
+    except ModuleNotFoundError as missing:
+        message = f"the command line needs {missing.name}: pip install 'testtime[cli]'"
+        raise ModuleNotFoundError(message, name=missing.name) from None
+    from testtime.cli.commands import app
 
-        typer.echo(f"testtime {version('testtime')}")
-        raise typer.Exit
+    code = app(args=arguments or ["--help"], prog_name="testtime", standalone_mode=False, obj=arguments)
+    return code if isinstance(code, int) else 0
 
 
-@app.callback()
-def _common(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
-) -> None:
-    pass
+def _report_error(error: Exception) -> int:
+    from testtime.storage import printable
+
+    usage = getattr(error, "format_message", None)  # typer's exceptions for bad arguments have it
+    text, context = usage() if usage is not None else str(error), getattr(error, "ctx", None)
+    hint = f" (see {context.command_path} --help)" if context is not None else ""
+    print(f"error: {printable(text or type(error).__name__)}{hint}", file=sys.stderr)
+    return 1 if usage is None else 2

@@ -1,4 +1,4 @@
-"""What the commands share: errors that are bad arguments, what is printed, progress, the choice of a device."""
+"""What the commands share: errors that count as bad arguments, output, progress, the choice of a device."""
 
 from __future__ import annotations
 
@@ -6,33 +6,38 @@ import contextlib
 import hashlib
 import json
 import re
+import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from testtime.progress import Progress
 from testtime.storage import printable
 
-# Options that say where and how something is run, and not what.
+if TYPE_CHECKING:
+    from testtime.networks import YNet
+
+# Options for where and how something is run, which do not change what is run.
 _MACHINE = ("out", "device", "jobs", "ray", "together", "cache", "data_root")
 
 
 def name_folder(command: str, options: Mapping[str, Any]) -> Path:
-    """A folder for a run that was given none: the same options lead to the same one, so that the run goes on there."""
-    told = {name: str(value) for name, value in options.items() if name not in _MACHINE and value is not None}
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    """The default folder of a run. The same options give the same folder, so that the run is resumed there."""
+    given = {name: str(value) for name, value in options.items() if name not in _MACHINE and value is not None}
+    digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
     return Path("runs", f"{command}-{digest[:8]}")
 
 
 @contextlib.contextmanager
 def as_bad_arguments(*passing: type[Exception]) -> Iterator[None]:
-    """Let a `ValueError` raised while arguments are checked count as a bad argument: exit code 2.
+    """Turn a `ValueError` raised while arguments are checked into a bad argument: exit code 2.
 
     Args:
-        *passing: Kinds of `ValueError` that are not the arguments' fault, such as `DataError`.
+        *passing: Subclasses of `ValueError` that are not the arguments' fault, such as `DataError`.
     """
     try:
         yield
@@ -42,53 +47,54 @@ def as_bad_arguments(*passing: type[Exception]) -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
+def format_command(context: typer.Context) -> str:
+    """The command line as it was given, for records."""
+    return shlex.join(["testtime", *context.obj])
+
+
 def echo(*lines: str, err: bool = False) -> None:
-    """Print lines; in each of them anything that would steer the terminal, or begin another line, is made visible.
+    """Print lines; control characters, line breaks among them, are escaped.
 
     Args:
-        *lines: The lines; their spaces stay, so that columns do.
-        err: Whether to print them on standard error.
+        *lines: The lines. Runs of spaces are preserved, so that columns stay aligned.
+        err: Whether to print to standard error.
     """
     for line in lines:
         typer.echo(re.sub(r"[^ ]+", lambda word: printable(word[0]), line), err=err)
 
 
-class Report(Protocol):
-    """What `progress` yields; it fits every progress callback of the library."""
-
-    def __call__(self, done: int, total: int, text: str = "", /) -> None:
-        """Say that `done` of `total` things are done, with a word on how it goes."""
-        ...
+def report_skipped(lines: Iterable[str]) -> None:
+    """Print a line for each file that was left out because it cannot be read."""
+    for line in dict.fromkeys(lines):
+        echo(f"left out: {line}", err=True)
 
 
 @contextlib.contextmanager
-def progress(title: str, every: float = 10.0) -> Iterator[Report]:
-    """Show how far some work is, at which rate, and the time left, on standard error.
-
-    A terminal gets a live bar; a pipe gets a plain line now and then.
+def progress(title: str, every: float = 10.0) -> Iterator[Progress]:
+    """Show on standard error how much is done, the rate, and the time left: a live bar, or plain lines in a pipe.
 
     Args:
-        title: What is going on.
+        title: What is being done.
         every: Seconds between two lines in a pipe.
     """
     title = printable(title)
     if sys.stderr.isatty():
+        from rich import progress as bars
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}", markup=False),
+            bars.TextColumn("{task.description}", markup=False),
+            bars.BarColumn(),
+            bars.MofNCompleteColumn(),
+            bars.TextColumn("{task.fields[rate]}"),
+            bars.TimeRemainingColumn(),
+            bars.TextColumn("{task.fields[text]}", markup=False),
         )
         clock = _Clock()
-        with Progress(*columns, console=Console(stderr=True)) as bar:
+        with bars.Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task(title, total=None, rate="", text="")
 
-            def show(done: int, total: int, text: str = "", /) -> None:
+            def show(done: int, total: int, text: str) -> None:
                 rate, _ = clock.measure(done, total)
                 bar.update(task, completed=done, total=total, rate=rate, text=printable(text))
 
@@ -97,7 +103,7 @@ def progress(title: str, every: float = 10.0) -> Iterator[Report]:
 
     clock, last = _Clock(), time.monotonic()
 
-    def write(done: int, total: int, text: str = "", /) -> None:
+    def write(done: int, total: int, text: str) -> None:
         nonlocal last
         rate, left = clock.measure(done, total)
         if done < max(total, 1) and time.monotonic() - last < every:
@@ -110,7 +116,7 @@ def progress(title: str, every: float = 10.0) -> Iterator[Report]:
 
 
 class _Clock:
-    """Rate and time left since the first report; a resumed run does not start from zero. Another total starts anew."""
+    """Rate and time left since the first call: a resumed run does not start at zero. Another total restarts it."""
 
     def __init__(self) -> None:
         self.first: tuple[float, int] | None = None
@@ -134,13 +140,8 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-Device = Annotated[
-    str, typer.Option(help="cpu, cuda, cuda:1, mps; auto takes a GPU if there is one.", rich_help_panel="Machine")
-]
-
-
 def pick_device(name: str) -> str:
-    """The device that a `--device` option means; a bad one is a bad argument."""
+    """The device of a `--device` option; one that cannot be used is a bad argument."""
     import torch
 
     if name == "auto":
@@ -151,3 +152,15 @@ def pick_device(name: str) -> str:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise typer.BadParameter(f"cannot use {name!r}: {reason}", param_hint="--device") from None
     return name
+
+
+def load_network(checkpoint: str | None, device: str) -> tuple[str, YNet]:
+    """The network of a `--checkpoint` option on a device, and its name; without one, the default bundled network."""
+    from testtime.evaluation.predict_files import default_network
+    from testtime.networks import load
+
+    name = checkpoint or default_network()
+    net = load(name).to(device)
+    if checkpoint is None:
+        echo(f"network: {name} (another one: --checkpoint)", err=True)
+    return name, net

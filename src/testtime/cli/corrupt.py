@@ -1,4 +1,4 @@
-"""`testtime corrupt`: pictures and whole data sets under the fifteen corruptions."""
+"""`testtime corrupt`."""
 
 from __future__ import annotations
 
@@ -6,35 +6,43 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
-from testtime.cli.console import Device, as_bad_arguments, pick_device, progress
+from testtime.cli.console import as_bad_arguments, pick_device, progress
+from testtime.cli.options import Device
+
+Source = Annotated[Path, Argument(metavar="IN", help="Image, folder, or data set.", show_default=False)]
+Destination = Annotated[Path, Argument(metavar="OUT", help="File or folder to write.", show_default=False)]
+Name = Annotated[str | None, Option(help="Corruption, such as fog.", show_default=False)]
+Severity = Annotated[int, Option(min=1, max=5, help="Severity level.")]
+IsWhole = Annotated[
+    bool, Option("--all", help="All 15 corruptions at all 5 levels, in the layout of CIFAR-10-C or ImageNet-C.")
+]
+IsGallery = Annotated[bool, Option("--gallery", help="One PNG with every corruption of an image at every level.")]
+Seed = Annotated[int, Option(help="Seed of the random draws.")]
+Frost = Annotated[Path | None, Option(help="Folder with the photographs frost1 to frost5.", show_default="procedural")]
+Scale = Annotated[
+    Literal["auto", "cifar", "imagenet"], Option(help="Severity parameters; auto goes by the image size.")
+]
 
 
 def corrupt(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Picture, folder, or data set.", show_default=False)],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="What to write.", show_default=False)],
-    name: Annotated[str | None, typer.Option(help="Corruption, such as fog.", show_default=False)] = None,
-    severity: Annotated[int, typer.Option(min=1, max=5, help="How much of it.")] = 3,
-    whole: Annotated[
-        bool, typer.Option("--all", help="All 15 at all 5 severities, in the layout of CIFAR-10-C or ImageNet-C.")
-    ] = False,
-    gallery: Annotated[
-        bool, typer.Option("--gallery", help="One PNG with every corruption of a picture at every severity.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    frost: Annotated[
-        Path | None, typer.Option(help="Folder with photographs frost1 to frost5.", show_default="made by code")
-    ] = None,
-    scale: Annotated[
-        Literal["auto", "cifar", "imagenet"], typer.Option(help="Whose severities; auto goes by a picture's size.")
-    ] = "auto",
+    source: Source,
+    target: Destination,
+    name: Name = None,
+    severity: Severity = 3,
+    whole: IsWhole = False,
+    gallery: IsGallery = False,
+    seed: Seed = 0,
+    frost: Frost = None,
+    scale: Scale = "auto",
     device: Device = "auto",
 ) -> None:
-    """Corrupt a picture, a folder of pictures, or a whole data set.
+    """Corrupt an image, a folder of images, or a whole data set.
 
-    A folder keeps its tree. With --all, IN is CIFAR-10's folder or a folder of
-    pictures such as ImageNet's validation set. Run it again to go on after an
-    interruption.
+    OUT has the same subfolders as IN. With --all, IN is the folder of CIFAR-10
+    or a folder of images such as ImageNet's validation set. Run the same
+    command again to resume after an interruption.
 
     Examples:
       testtime corrupt cat.jpg foggy.jpg --name fog --severity 3
@@ -42,24 +50,24 @@ def corrupt(
       testtime corrupt cifar-10-batches-bin/ CIFAR-10-C/ --all
       testtime corrupt --gallery cat.jpg gallery.png
     """
-    from testtime import corruptions
-    from testtime.data import cifar
-
     if (name is not None) + whole + gallery != 1:
         raise typer.BadParameter("give one of --name, --all and --gallery.")
-    with as_bad_arguments(corruptions.FileError), progress("corrupt") as report:
+
+    from testtime import data
+    from testtime.data import cifar
+    from testtime.storage import FileError
+
+    with as_bad_arguments(FileError), progress("corrupt") as report:
         if gallery:
-            corruptions.write_gallery(source, target, seed=seed, scale=scale, frost=frost)
-            report(1, 1)
+            data.write_gallery(source, target, seed=seed, scale=scale, frost=frost)
+            report(1, 1, "")
             return
-        settings: dict[str, Any] = {"seed": seed, "frost": frost, "device": pick_device(device)}
+        settings: dict[str, Any] = {"seed": seed, "frost": frost, "device": pick_device(device), "progress": report}
         if name is not None:
-            steps = corruptions.corrupt_path(source, target, name, severity, scale=scale, **settings)
+            data.corrupt_path(source, target, name, severity, scale=scale, **settings)
         elif cifar.find(source) is not None:
             clean = cifar.load(source)
             assert clean.labels is not None
-            steps = corruptions.corrupt_cifar(clean.images(slice(None)), clean.labels, target, **settings)
+            data.corrupt_cifar(clean.images(slice(None)), clean.labels, target, **settings)
         else:
-            steps = corruptions.corrupt_imagenet(source, target, **settings)
-        for step in steps:
-            report(step.done, step.total, step.what)
+            data.corrupt_imagenet(source, target, **settings)

@@ -1,29 +1,27 @@
-"""`testtime demo`: the two minutes that show what it is about."""
+"""`testtime demo`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from testtime.cli.console import echo, progress
 
+Out = Annotated[Path, Option(help="Folder for the page and its numbers.")]
+Epochs = Annotated[int | None, Option(min=1, help="Number of training epochs.", show_default="25; quick 3")]
+Seed = Annotated[int, Option(help="Seed of everything.")]
+IsQuick = Annotated[bool, Option("--quick", help="A rough version in seconds.")]
 
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the page and its numbers.")] = Path("demo"),
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="Passes over the training digits.", show_default="25; quick 3")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="A rough version in seconds.")] = False,
-) -> None:
-    """Train on the built-in digits, shift the test digits, adapt, and write a page.
 
-    It needs no download and no GPU, and takes one to two minutes on two cores.
+def demo(out: Out = Path("demo"), epochs: Epochs = None, seed: Seed = 0, quick: IsQuick = False) -> None:
+    """Train on the bundled digits, shift the test digits, adapt, and write a page.
+
+    No download and no GPU needed; it takes one to two minutes on two cores.
     OUT/index.html is the page, OUT/network.safetensors the network, OUT/run the
-    records of every digit and OUT/summary.json their sum. Run it again to go on
-    after an interruption.
+    records of every digit and OUT/summary.json their summary. Run the same
+    command again to resume after an interruption.
 
     Example:
       testtime demo --out demo

@@ -1,135 +1,104 @@
-"""`testtime diagnose` and `correlate`: will adaptation help, and what told so."""
+"""`testtime diagnose`."""
 
 from __future__ import annotations
 
-import shlex
+import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import typer
+from typer import Option
 
-from testtime.cli.console import Device, as_bad_arguments, echo, pick_device, progress
+from testtime.cli.console import (
+    as_bad_arguments,
+    echo,
+    format_command,
+    load_network,
+    pick_device,
+    progress,
+    report_skipped,
+)
+from testtime.cli.options import Checkpoint, DataRoot, Device, Json, OnBadImage
+
+Data = Annotated[
+    list[str], Option(help="A folder of images, or sets such as digits-c/contrast/5 or digits-c/*/5. May be repeated.")
+]
+ReferenceData = Annotated[
+    str | None,
+    Option(
+        help="A set or folder that resembles the training data.",
+        show_default="the training set, or the record of the network's card",
+    ),
+]
+Limit = Annotated[int, Option(min=32, help="Use at most this many images of each set.")]
+TrialLength = Annotated[int, Option(min=32, help="Length of the trial stream.")]
+Steps = Annotated[int, Option(min=1, help="Gradient steps per image of the trial.")]
+Lr = Annotated[float, Option(help="Learning rate of the trial.")]
+Threshold = Annotated[float, Option(min=0, max=1, help="Confidence threshold of the trial.")]
+Seed = Annotated[int, Option(help="Seed of the trial.")]
+Out = Annotated[Path | None, Option(help="Folder for a page and the JSON document.", show_default=False)]
 
 
 def diagnose(
     context: typer.Context,
-    data: Annotated[
-        list[str],
-        typer.Option(help="A folder of pictures, or sets such as digits-c/contrast/5, digits-c/*/5; may be repeated."),
-    ],
-    checkpoint: Annotated[
-        str | None,
-        typer.Option("--checkpoint", "-c", help="Network file, or a shipped network's name.", show_default="shipped"),
-    ] = None,
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            help="A set or folder like the training data.", show_default="what it was trained on, or its card's record"
-        ),
-    ] = None,
-    limit: Annotated[int, typer.Option(min=32, help="At most so many images of each set.")] = 500,
-    trial: Annotated[int, typer.Option(min=32, help="Length of the stream that is tried out.")] = 200,
-    steps: Annotated[int, typer.Option(min=1, help="Gradient steps on each image of it.")] = 1,
-    lr: Annotated[float, typer.Option(help="Its learning rate.")] = 0.001,
-    threshold: Annotated[float, typer.Option(min=0, max=1, help="The gate's threshold.")] = 0.9,
-    seed: Annotated[int, typer.Option(help="Seed of the stream.")] = 0,
-    on_bad_image: Annotated[
-        Literal["fail", "skip"],
-        typer.Option(help="A picture of a folder that cannot be read: stop, or leave it out and name it."),
-    ] = "fail",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for a page and the JSON document.", show_default=False)
-    ] = None,
-    data_root: Annotated[
-        Path | None, typer.Option(help="Where data sets are.", show_default="$TESTTIME_DATA", rich_help_panel="Machine")
-    ] = None,
+    data: Data,
+    checkpoint: Checkpoint = None,
+    reference: ReferenceData = None,
+    limit: Limit = 500,
+    trial: TrialLength = 200,
+    steps: Steps = 1,
+    lr: Lr = 0.001,
+    threshold: Threshold = 0.9,
+    seed: Seed = 0,
+    on_bad_image: OnBadImage = "fail",
+    as_json: Json = False,
+    out: Out = None,
+    data_root: DataRoot = None,
     device: Device = "auto",
 ) -> None:
-    """Say whether adaptation is likely to help on some images; no labels needed.
+    """Estimate whether adaptation helps on some images; no labels needed.
 
-    It looks at the rotation task against the training data, at what would
-    make it trivial or ill-defined, at whether the two tasks' gradients agree,
-    and tries out a short stream. With labels it adds the true agreement and
-    the gain along the stream.
+    The rotation task is compared with the training data and checked for what
+    makes it trivial or ill-defined, the gradients of the two tasks are
+    compared, and a short stream is tried. With labels, the true agreement of
+    the gradients and the gain along the stream are reported as well.
 
     Examples:
       testtime diagnose --data photos/ -c runs/photos/network.safetensors
       testtime diagnose --data cifar10 --data cifar10-c/fog/5 --out diagnosis
       testtime diagnose --data digits-c/fog/5 -c digits-resnet8-gn-joint --json
     """
-    import json
-
-    from testtime import data as datasets
-    from testtime.analysis import name_sets, open_for
-    from testtime.diagnose import diagnose_all, find_reference
-    from testtime.machine import describe_machine
-    from testtime.networks import load
-    from testtime.predict import default_network
-    from testtime.verdict import tell
+    from testtime.data import DataError
+    from testtime.diagnosis import name_sets, open_for
+    from testtime.diagnosis.measure import diagnose_all, find_reference
+    from testtime.diagnosis.verdict import format_diagnosis
+    from testtime.provenance import describe_machine
 
     if out is not None:
         from testtime.report import require
 
         require()
-    place = pick_device(device)
-    name = checkpoint or default_network()
-    net = load(name).to(place)
-    if checkpoint is None:
-        echo(f"network: {name} (another one: --checkpoint)", err=True)
-    with as_bad_arguments(datasets.DataError):
+    name, net = load_network(checkpoint, pick_device(device))
+    settings: dict[str, Any] = {"steps": steps, "lr": lr, "threshold": threshold, "seed": seed}
+    with as_bad_arguments(DataError):
         on_bad = "skip" if on_bad_image == "skip" else None
-        with progress("pictures") as looked:
-            sets = [open_for(net, text, data_root, on_bad, looked) for text in name_sets(data)]
-        for line in dict.fromkeys(line for one in sets for line in one.skipped):
-            echo(f"left out: {line}", err=True)
+        with progress("pictures") as report:
+            sets = [open_for(net, text, data_root, on_bad, report) for text in name_sets(data)]
+        report_skipped(line for one in sets for line in one.skipped)
         known = find_reference(net, reference, data_root, limit)
         with progress("images") as report:
-            found = diagnose_all(
-                net,
-                sets,
-                reference=known,
-                limit=limit,
-                trial=trial,
-                steps=steps,
-                lr=lr,
-                threshold=threshold,
-                seed=seed,
-                progress=report,
-            )
+            found = diagnose_all(net, sets, reference=known, limit=limit, trial=trial, progress=report, **settings)
     document = {
         "network": name,
-        "command": shlex.join(["testtime", *context.obj]),
+        "command": format_command(context),
         **describe_machine(next(net.parameters()).device),
         "diagnoses": [one.describe() for one in found],
     }
     if as_json:
         typer.echo(json.dumps(document, indent=1, allow_nan=False))
     else:
-        echo(*"\n\n".join(tell(one) for one in found).split("\n"))
+        echo(*"\n\n".join(map(format_diagnosis, found)).split("\n"))
     if out is not None:
         from testtime.report.diagnosis import write_page
 
         echo(f"{write_page(document, out)}: written", err=as_json)
-
-
-def correlate(
-    study: Annotated[Path, typer.Argument(help="What python -m testtime.analysis wrote.", show_default=False)],
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Folder for the figures and numbers.")] = Path("correlation"),
-    seed: Annotated[int, typer.Option(help="Seed of the confidence intervals.")] = 0,
-) -> None:
-    """Set gradient correlation against the improvement in error (paper, figure 4).
-
-    OUT/correlation.json has every point and fit; the figures are SVG and PNG.
-
-    Example:
-      testtime correlate correlations.json runs/cifar-c --out correlation
-    """
-    from testtime.report import require
-    from testtime.report.correlation import join, publish, tell
-
-    require()
-    joined = join(study, runs, seed)
-    publish(joined, out)
-    echo(*tell(joined).split("\n"), f"{out}: written")

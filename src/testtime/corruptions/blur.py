@@ -175,7 +175,7 @@ def _trace_walk(choice: Tensor, reach: int, width: int) -> Tensor:
 
 
 def glass_blur(images: Tensor, level: tuple[float, int, int], draws: Draws) -> Tensor:
-    """Blur a little, let pixels take their neighbours' places, and blur again: a pane of ribbed glass.
+    """Blur a little, let pixels take their neighbours' positions, and blur again: a pane of ribbed glass.
 
     Args:
         images: Float pixels, whole numbers 0 to 255, `(N, C, H, W)`.
@@ -254,7 +254,7 @@ def blur_motion(images: Tensor, level: tuple[int, float], draws: Draws) -> Tenso
 def zoom_taps(size: int, factor: float) -> tuple[npt.NDArray[np.int64], Array]:
     """Where a line of `size` pixels zoomed at its centre reads: the first of two neighbours, and the second's share.
 
-    The published zoom cuts out the middle, stretches it so that the outermost pixels keep their places, and trims.
+    The published zoom cuts out the middle, stretches it so that the outermost pixels keep their positions, and trims.
 
     Returns:
         Two arrays of `(size,)`: whole positions (at most size - 2, or 0) and shares in 0 to 1.

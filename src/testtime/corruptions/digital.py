@@ -97,8 +97,8 @@ def _fill_ripple_grid(grid: Tensor, draws: Draws, length: float, sigma: float) -
     count, height, width, _ = grid.shape
     device = grid.device
     strips = split_rows(height, _GRID_COPIES * count * width, device)
-    places = torch.arange(width, device=device), torch.arange(height, device=device)[:, None]
-    for axis, (place, size) in enumerate(zip(places, (width, height), strict=True)):
+    positions = torch.arange(width, device=device), torch.arange(height, device=device)[:, None]
+    for axis, (position, size) in enumerate(zip(positions, (width, height), strict=True)):
         field = torch.empty((count, height, width), dtype=torch.int32, device=device)
         for rows in strips:
             stream = skip(draws, (axis * height + rows.start) * width)
@@ -107,7 +107,7 @@ def _fill_ripple_grid(grid: Tensor, draws: Draws, length: float, sigma: float) -
         for rows in strips:
             # Whole numbers, so that smoothing is exact; (field + 1/2) / 2¹⁵ - 1 is uniform in ±1.
             moves = ((smoothed[:, rows] + 0.5) * 2**-15 - 1) * length  # (N, rows, W)
-            read = moves + (place[rows] if axis else place)
+            read = moves + (position[rows] if axis else position)
             grid[:, rows, :, axis] = (read * 2 + 1) / size - 1
 
 
@@ -170,8 +170,8 @@ def pixelate(images: Tensor, level: float) -> Tensor:
 
 def _nearest(size: int, to: int) -> Tensor:
     """The one of `size` pixels that each of `to` pixels is, int64 `(to,)`."""
-    places, weights = box_taps(size, to)
-    return places.gather(1, weights.argmax(1, keepdim=True)).squeeze(1)
+    positions, weights = box_taps(size, to)
+    return positions.gather(1, weights.argmax(1, keepdim=True)).squeeze(1)
 
 
 # Pillow holds Python's lock around a small picture for longer than it releases it: threads would only wait.

@@ -62,15 +62,15 @@ def gaussian_rows(size: int, rows: slice, sigma: float, truncate: float, border:
     radius = int(truncate * sigma + 0.5)
     weights = gaussian_weights(sigma, radius)
     window = slice(max(0, rows.start - radius), min(size, rows.stop + radius))
-    places = np.arange(rows.start, rows.stop)[:, None] + np.arange(-radius, radius + 1)
+    positions = np.arange(rows.start, rows.stop)[:, None] + np.arange(-radius, radius + 1)
     if border == "edge":
-        places = places.clip(0, size - 1)
+        positions = positions.clip(0, size - 1)
     else:
-        places %= 2 * size
-        places = np.minimum(places, 2 * size - 1 - places)
-    count, length = len(places), window.stop - window.start
-    places += np.arange(count)[:, None] * length - window.start
-    matrix = np.bincount(places.ravel(), np.tile(weights, count), count * length).astype(np.float64)
+        positions %= 2 * size
+        positions = np.minimum(positions, 2 * size - 1 - positions)
+    count, length = len(positions), window.stop - window.start
+    positions += np.arange(count)[:, None] * length - window.start
+    matrix = np.bincount(positions.ravel(), np.tile(weights, count), count * length).astype(np.float64)
     return window, round_weights(matrix.reshape(count, length), bits=18)
 
 
@@ -132,18 +132,18 @@ def box_taps(size: int, to: int) -> tuple[Tensor, Tensor]:
     reach = max(ratio, 1) / 2
     first = np.maximum((centre - reach + 0.5).astype(np.int64), 0)
     last = np.minimum((centre + reach + 0.5).astype(np.int64), size)
-    places = first[:, None] + np.arange((last - first).max())
-    offset = (places - centre[:, None] + 0.5) / max(ratio, 1)
-    inside = (places < last[:, None]) & (offset > -0.5) & (offset <= 0.5)
+    positions = first[:, None] + np.arange((last - first).max())
+    offset = (positions - centre[:, None] + 0.5) / max(ratio, 1)
+    inside = (positions < last[:, None]) & (offset > -0.5) & (offset <= 0.5)
     weights = round_weights(inside / inside.sum(1, keepdims=True))
-    return torch.from_numpy(np.minimum(places, size - 1)), torch.from_numpy(weights.astype(np.float32))
+    return torch.from_numpy(np.minimum(positions, size - 1)), torch.from_numpy(weights.astype(np.float32))
 
 
 @functools.lru_cache(maxsize=64)
 def _box_matrix(size: int, to: int) -> Tensor:
-    places, weights = box_taps(size, to)
+    positions, weights = box_taps(size, to)
     zeros = torch.zeros((to, size), dtype=torch.float64, device="cpu")
-    return zeros.scatter_add_(1, places, weights.to(torch.float64))
+    return zeros.scatter_add_(1, positions, weights.to(torch.float64))
 
 
 def box_filter(images: Tensor, axis: Literal[-2, -1], to: int) -> Tensor:
@@ -161,9 +161,9 @@ def box_filter(images: Tensor, axis: Literal[-2, -1], to: int) -> Tensor:
     if size <= _DENSE:  # float64: torch may be set to multiply float32 matrices with fewer bits
         matrix, wide = _box_matrix(size, to).to(images.device), images.to(torch.float64)
         return (wide @ matrix.T if axis == -1 else matrix @ wide).to(images.dtype)
-    places, weights = (taps.to(images.device) for taps in box_taps(size, to))
+    positions, weights = (taps.to(images.device) for taps in box_taps(size, to))
     shape = (-1,) if axis == -1 else (-1, 1)
-    result = images.index_select(axis, places[:, 0]).mul_(weights[:, 0].view(shape))
-    for tap in range(1, places.shape[1]):
-        result += images.index_select(axis, places[:, tap]).mul_(weights[:, tap].view(shape))
+    result = images.index_select(axis, positions[:, 0]).mul_(weights[:, 0].view(shape))
+    for tap in range(1, positions.shape[1]):
+        result += images.index_select(axis, positions[:, tap]).mul_(weights[:, tap].view(shape))
     return result

@@ -1,4 +1,4 @@
-"""Frost to lay over images: textures made by code, or photographs from a folder.
+"""Frost to lay over images: procedural textures, or photographs that the caller gives.
 
 The published frost corruption cuts its pieces from five photographs. The textures here stand in for them: crystals are
 drawn as lines (needles, feathers, grains, a wrinkled film), their spectrum is then brought to that of such photographs
@@ -11,10 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -24,24 +22,18 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from testtime.corruptions.strips import split_rows
-from testtime.data.pictures import read_picture
 from testtime.randomness import Draws
-from testtime.storage import FileError
-
-# The published program reads six names but draws from the first five.
-PHOTOGRAPHS = ("frost1", "frost2", "frost3", "frost4", "frost5")
-_ENDINGS = (".png", ".jpg", ".jpeg")
 
 _HEIGHT, _WIDTH = 480, 720
-# Edges of the octaves, in cycles per pixel, in which `_Look.octaves` gives the amplitude.
+# Edges of the octaves, in cycles per pixel, in which `_Style.octaves` gives the amplitude.
 _OCTAVES = (0.002, 0.004, 0.008, 0.016, 0.032, 0.0625, 0.125, 0.25, 0.5)
 
 Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class _Look:
-    """What a texture shall look like.
+class _Style:
+    """The appearance of a texture.
 
     Attributes:
         draw: Draws its crystals on a gray canvas, from the numbers it is given.
@@ -58,28 +50,36 @@ class _Look:
 
 def frost_textures(
     scale: Literal["cifar", "imagenet"],
-    folder: str | os.PathLike[str] | None = None,
+    photographs: Sequence[Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, ...]:
-    """Five frost textures.
+    """The frost textures that images of a scale are covered with.
 
     Args:
         scale: "cifar" takes every fifth pixel of the textures, as the published program does; "imagenet" all.
-        folder: Folder with the photographs frost1 to frost5 (.png or .jpg); made by code if not given.
+        photographs: Textures, uint8 `(3, h, w)` each; None makes five procedural ones.
         device: Where the textures shall be.
 
     Returns:
-        Five of uint8 `(3, h, w)`.
+        One uint8 `(3, h, w)` for each photograph, or five.
 
     Raises:
-        FileError: The folder lacks a photograph, or one cannot be read.
+        ValueError: There are none, or one is something else.
     """
-    return _prepared(scale, None if folder is None else os.fspath(folder), str(device))
+    if photographs is None:
+        return _procedural(scale, str(device))
+    is_texture = [isinstance(one, Tensor) and one.dtype == torch.uint8 and one.ndim == 3 for one in photographs]
+    if not is_texture or not all(is_texture):
+        raise ValueError("`frost` must be tensors uint8 (3, h, w); `testtime.data.read_frost` reads a folder.")
+    return _prepare(photographs, scale, device)
 
 
 @functools.lru_cache(maxsize=4)
-def _prepared(scale: str, folder: str | None, device: str) -> tuple[Tensor, ...]:
-    textures = make_textures() if folder is None else read_photographs(folder)
+def _procedural(scale: str, device: str) -> tuple[Tensor, ...]:
+    return _prepare(make_textures(), scale, device)
+
+
+def _prepare(textures: Sequence[Tensor], scale: str, device: torch.device | str) -> tuple[Tensor, ...]:
     if scale == "cifar":
         textures = tuple(texture[:, 2::5, 2::5] for texture in textures)
     return tuple(texture.contiguous().to(device) for texture in textures)
@@ -127,16 +127,20 @@ def _read_between(texture: Tensor, size: tuple[int, int], rows: Tensor, columns:
     above, below, down = _neighbours(rows, texture.shape[1], size[0])
     before, after, right = _neighbours(columns, texture.shape[2], size[1])
 
-    def read(places: Tensor) -> Tensor:
-        first, second = (texture[:, places[:, :, None], other[:, None]].to(torch.float32) for other in (before, after))
+    def read(positions: Tensor) -> Tensor:
+        first, second = (
+            texture[:, positions[:, :, None], other[:, None]].to(torch.float32) for other in (before, after)
+        )
         return _mix(first, second, right[:, None])
 
     return _mix(read(above), read(below), down[:, :, None]).round_()
 
 
-def _neighbours(places: Tensor, size: int, to: int) -> tuple[Tensor, Tensor, Tensor]:
+def _neighbours(positions: Tensor, size: int, to: int) -> tuple[Tensor, Tensor, Tensor]:
     """The two pixels between which a line scaled from `size` to `to` pixels is read, and the second one's share."""
-    position = ((places.to(torch.float64) + 0.5) * float(np.float32(size / to)) - 0.5).to(torch.float32).clamp_(min=0)
+    position = (
+        ((positions.to(torch.float64) + 0.5) * float(np.float32(size / to)) - 0.5).to(torch.float32).clamp_(min=0)
+    )
     first = position.to(torch.int64).clamp_(max=size - 1)
     return first, (first + 1).clamp_(max=size - 1), position.sub_(first)
 
@@ -148,45 +152,26 @@ def _mix(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
     )
 
 
-def read_photographs(folder: str | os.PathLike[str]) -> tuple[Tensor, ...]:
-    """The five photographs of a folder, uint8 `(3, h, w)` each.
-
-    Raises:
-        FileError: One is missing or cannot be read.
-    """
-    photographs = []
-    for name in PHOTOGRAPHS:
-        path = next((p for ending in _ENDINGS if os.path.lexists(p := Path(folder, name + ending))), None)
-        if path is None:
-            raise FileError(
-                folder,
-                f"holds no {name}.png or {name}.jpg",
-                f"frost needs the five photographs {PHOTOGRAPHS[0]} to {PHOTOGRAPHS[-1]}",
-            )
-        photographs.append(read_picture(path))
-    return tuple(photographs)
-
-
 @functools.cache
 def make_textures() -> tuple[Tensor, ...]:
-    """The five textures made by code, uint8 `(3, 480, 720)` each."""
+    """The five procedural textures, uint8 `(3, 480, 720)` each."""
     with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():  # whatever the caller's default is
-        return tuple(_make(look, number) for number, look in enumerate(_LOOKS))
+        return tuple(_make(style, number) for number, style in enumerate(_STYLES))
 
 
-def _make(look: _Look, number: int) -> Tensor:
+def _make(style: _Style, number: int) -> Tensor:
     draws = Draws.of(0, torch.tensor(number, dtype=torch.int64, device="cpu")).purpose("frost texture")
     canvas = Image.new("L", (_WIDTH, _HEIGHT), 128)
-    look.draw(ImageDraw.Draw(canvas), draws.purpose("crystals"))
+    style.draw(ImageDraw.Draw(canvas), draws.purpose("crystals"))
     crystals = torch.from_numpy(np.array(canvas)).to(torch.float64)
     crystals = (crystals - crystals.mean()) / crystals.std()
     cloud = draws.purpose("cloud").normal(_HEIGHT, _WIDTH).to(torch.float64)
     spectrum = (
-        _shape(torch.fft.rfft2(crystals), look.octaves) * 0.85 + _shape(torch.fft.rfft2(cloud), look.octaves) * 0.53
+        _shape(torch.fft.rfft2(crystals), style.octaves) * 0.85 + _shape(torch.fft.rfft2(cloud), style.octaves) * 0.53
     )
     pattern = torch.fft.irfft2(spectrum, s=(_HEIGHT, _WIDTH))
-    colour = torch.tensor(look.colour, dtype=torch.float64, device="cpu").view(3, 1, 1)
-    swing = torch.tensor(look.swing, dtype=torch.float64, device="cpu").view(3, 1, 1)
+    colour = torch.tensor(style.colour, dtype=torch.float64, device="cpu").view(3, 1, 1)
+    swing = torch.tensor(style.swing, dtype=torch.float64, device="cpu").view(3, 1, 1)
     return (colour + swing * pattern).round_().clamp_(0, 255).to(torch.uint8)
 
 
@@ -201,9 +186,9 @@ def _shape(spectrum: Tensor, octaves: tuple[float, ...]) -> Tensor:
         found = power[(frequency >= low) & (frequency < high)].mean().sqrt()
         centres.append(math.log(low * math.sqrt(2)))
         gains.append(math.log(wanted / float(found)))
-    place = frequency.clamp(min=_OCTAVES[0]).log()
-    gain = torch.from_numpy(np.interp(place.numpy(), centres, gains)).exp()
-    gain[0, 0] = 0  # the mean is the look's colour
+    octave = frequency.clamp(min=_OCTAVES[0]).log()
+    gain = torch.from_numpy(np.interp(octave.numpy(), centres, gains)).exp()
+    gain[0, 0] = 0  # the mean is the style's colour
     return spectrum * gain
 
 
@@ -275,11 +260,11 @@ def _film(canvas: ImageDraw.ImageDraw, draws: Draws) -> None:
 
 
 # Two of the five photographs are one pale picture; pale needles come twice here too, drawn anew.
-_PALE = _Look(_needles, (200.8, 205.4, 214.5), (0.97, 1.0, 1.05), (1900, 480, 188, 114, 79, 44, 23, 10))
-_LOOKS = (
-    _Look(_film, (77.7, 149.1, 165.7), (1.45, 0.93, 0.84), (2600, 700, 179, 83, 32, 20, 15, 8)),
+_PALE = _Style(_needles, (200.8, 205.4, 214.5), (0.97, 1.0, 1.05), (1900, 480, 188, 114, 79, 44, 23, 10))
+_STYLES = (
+    _Style(_film, (77.7, 149.1, 165.7), (1.45, 0.93, 0.84), (2600, 700, 179, 83, 32, 20, 15, 8)),
     _PALE,
     _PALE,
-    _Look(_grains, (137.6, 152.8, 165.2), (0.97, 0.98, 1.06), (2000, 600, 156, 126, 91, 57, 38, 18)),
-    _Look(_feathers, (97.0, 108.0, 119.0), (1.02, 1.0, 0.97), (3200, 850, 366, 252, 128, 68, 35, 19)),
+    _Style(_grains, (137.6, 152.8, 165.2), (0.97, 0.98, 1.06), (2000, 600, 156, 126, 91, 57, 38, 18)),
+    _Style(_feathers, (97.0, 108.0, 119.0), (1.02, 1.0, 0.97), (3200, 850, 366, 252, 128, 68, 35, 19)),
 )

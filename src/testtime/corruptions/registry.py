@@ -8,7 +8,6 @@ its number, corruption, severity) and of nothing else.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from testtime.corruptions import blur, digital, noise, weather
 from testtime.corruptions.frost import frost_textures
-from testtime.data.pictures import PIXEL_LIMIT
 from testtime.randomness import Draws
 
 Scale = Literal["auto", "cifar", "imagenet"]
@@ -43,8 +41,10 @@ CORRUPTIONS: tuple[str, ...] = (
 
 SEVERITIES: tuple[int, ...] = (1, 2, 3, 4, 5)
 
+PIXEL_LIMIT = 64_000_000
+"""The most pixels that an image may have; below the number from which Pillow warns."""
 SIDE_LIMIT = 65_500
-"""The most pixels that a side of an image may have, which is what JPEG can hold; in all, `PIXEL_LIMIT`."""
+"""The most pixels that a side of an image may have, which is what JPEG can hold."""
 LIMITS = f"at most {SIDE_LIMIT:,} pixels a side and {PIXEL_LIMIT:,} in all"
 
 _LEVELS: dict[str, Mapping[str, Sequence[Any]]] = {
@@ -122,7 +122,7 @@ def corrupt(
     seed: int = 0,
     samples: Tensor | None = None,
     scale: Scale = "auto",
-    frost: str | os.PathLike[str] | None = None,
+    frost: Sequence[Tensor] | None = None,
     chunk: int | None = None,
 ) -> Tensor:
     """Corrupt a batch of images.
@@ -135,9 +135,10 @@ def corrupt(
         seed: What the draws depend on besides the image's number.
         samples: The images' numbers, integers `(N,)`; 0 to N - 1 if not given.
         scale: Whose parameters: "cifar", "imagenet", or "auto" by the images' size (see `resolve_scale`).
-        frost: Folder with the frost photographs `frost1` to `frost5`; textures made by code if not given.
-        chunk: Images worked on at once; bounds the memory used beside the images and the result. If not given, by
-            their size.
+        frost: Frost photographs, uint8 `(3, h, w)` each, as `testtime.data.read_frost` reads them; procedural
+            textures if not given.
+        chunk: Images worked on at once; bounds the memory used in addition to the images and the result. If not
+            given, by their size.
 
     Returns:
         uint8 of the same shape on the same device.
@@ -145,7 +146,6 @@ def corrupt(
     Raises:
         ValueError: If an argument is not one of the above, or the images are larger than `fits` allows.
         TypeError: If the images are neither uint8 nor floating point.
-        FileError: If a photograph is not in the folder `frost` or cannot be read.
     """
     result = torch.empty(images.shape, dtype=torch.uint8, device=images.device)
     for part, block in corrupt_chunks(
@@ -163,13 +163,11 @@ def corrupt_chunks(
     seed: int = 0,
     samples: Tensor | None = None,
     scale: Scale = "auto",
-    frost: str | os.PathLike[str] | None = None,
+    frost: Sequence[Tensor] | None = None,
     chunk: int | None = None,
     device: torch.device | str | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
     """Corrupt a set of images chunk by chunk, without holding the result.
-
-    Arguments are those of `corrupt`, and:
 
     Args:
         images: As for `corrupt`.
@@ -183,7 +181,7 @@ def corrupt_chunks(
         device: Where to work; the images' own if not given. Chunks come back on the images' device.
 
     Yields:
-        The chunk's place in the set, and its corrupted images, uint8 `(n, C, H, W)`.
+        The chunk's slice of the set, and its corrupted images, uint8 `(n, C, H, W)`.
     """
     _check_choice(name, severity)
     _check_images(images)

@@ -100,7 +100,7 @@ def frost(images: Tensor, level: tuple[float, float], draws: Draws, textures: Se
     """
     count, channels, height, width = images.shape
     device = images.device
-    keep, add = level
+    weight, add = level
     shapes = [enlarged_size(texture, (height, width)) for texture in textures]
     sizes = torch.tensor(shapes, dtype=torch.int64, device=device)  # (5, 2)
     which = draws.purpose("texture").integers(len(textures))
@@ -114,7 +114,7 @@ def frost(images: Tensor, level: tuple[float, float], draws: Draws, textures: Se
 
     def cover(rows: slice) -> Tensor:
         cut = cuts[:, :, rows].to(torch.float32)
-        return images[:, :, rows] * keep + (gray(cut) if channels == 1 else cut) * add
+        return images[:, :, rows] * weight + (gray(cut) if channels == 1 else cut) * add
 
     return by_strips(images.shape, device, cover)
 
@@ -173,16 +173,16 @@ def _plasma_window(draws: Draws, size: int, decay: float, rows: tuple[int, int],
     field = torch.zeros((len(draws.keys), bottom - top, right - left), dtype=torch.float32, device=draws.keys.device)
     half, amplitude = size // 2, 100.0
     while windows:
-        # The finer grid: squares at even places, corners at odd ones; it begins at (2·top + 1, 2·left + 1).
+        # The finer grid: squares at even positions, corners at odd ones; it begins at (2·top + 1, 2·left + 1).
         height, width = 2 * field.shape[1] - 3, 2 * field.shape[2] - 3
         noise = _noise_at(draws, size, (2 * top + 1, height), (2 * left + 1, width), half)
         noise *= amplitude * amplitude  # the published program applies the amplitude twice
         pairs = field[:, :-1] + field[:, 1:]  # one above the other
         squares = (pairs[..., :-1] + pairs[..., 1:]) / 4 + noise[:, ::2, ::2]
-        beside = field[:, 1:-1, :-1] + field[:, 1:-1, 1:]
+        across = field[:, 1:-1, :-1] + field[:, 1:-1, 1:]
         finer = torch.empty_like(noise)
         finer[:, ::2, ::2] = squares
-        finer[:, 1::2, ::2] = (squares[:, 1:] + squares[:, :-1] + beside) / 4 + noise[:, 1::2, ::2]
+        finer[:, 1::2, ::2] = (squares[:, 1:] + squares[:, :-1] + across) / 4 + noise[:, 1::2, ::2]
         finer[:, ::2, 1::2] = (squares[..., 1:] + squares[..., :-1] + pairs[..., 1:-1]) / 4 + noise[:, ::2, 1::2]
         finer[:, 1::2, 1::2] = field[:, 1:-1, 1:-1]
         first, before = 2 * top + 1, 2 * left + 1

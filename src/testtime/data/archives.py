@@ -124,7 +124,7 @@ def _members(tar: tarfile.TarFile, path: Path, metered: _Metered, files: int, si
 
 
 def _pieces(tar: tarfile.TarFile, member: tarfile.TarInfo, metered: _Metered) -> Iterator[tuple[str, int, bytes]]:
-    """The content of a member with its name and place."""
+    """The content of a member with its name and position."""
     file = tar.extractfile(member)
     assert file is not None  # it is a plain file
     start, name = 0, str(PurePosixPath(member.name))

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from testtime.data.places import regular
+from testtime.data.paths import regular
 from testtime.data.sets import DataError
 from testtime.storage import error_text
 

@@ -8,7 +8,6 @@ checked when a set is opened: a damaged one gives an error that names it.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +15,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from testtime.corruptions import CORRUPTIONS, SEVERITIES
 from testtime.data.archives import read_archive
 from testtime.data.arrays import map_array
-from testtime.data.corrupted import Corrupted
+from testtime.data.corrupted import PARTS, Corrupted, Origin, check_choice, split_part
+from testtime.data.family import Family, Remote, Root, collect_faults
+from testtime.data.paths import data_root, regular
 from testtime.data.pickles import read_batch
-from testtime.data.places import data_root, regular
 from testtime.data.sets import ArraySet, DataError, TestSet
-from testtime.storage import error_text
+from testtime.progress import Progress
+from testtime.storage import PathLike, error_text
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +37,12 @@ PER_FILE = 10_000
 _RECORD = 1 + 3 * 32 * 32
 _MOST_FILES, _MOST_BYTES = 100, 12 * PER_FILE * _RECORD  # of an archive; the official ones have 8 and half as many
 
-Source = Literal["auto", "official", "generated"]
 
-
-def load(
-    root: str | os.PathLike[str] | None = None, split: Literal["train", "test"] = "test", partial: bool = False
-) -> ArraySet:
+def load(root: Root = None, split: Literal["train", "test"] = "test", partial: bool = False) -> ArraySet:
     """CIFAR-10.
 
     Args:
-        root: The data root, or the extracted folder itself; see `places.data_root`.
+        root: The data root, or the extracted folder itself; see `paths.data_root`.
         split: `train` (50,000) or `test` (10,000).
         partial: Accept files with fewer records than the official 10,000.
 
@@ -56,47 +54,47 @@ def load(
     """
     if split not in ("train", "test"):
         raise ValueError(f"`split` must be 'train' or 'test', got {split!r}.")
-    place = find(root)
-    if place is None:
+    found = find(root)
+    if found is None:
         raise DataError(
             data_root(root),
             f"holds no CIFAR-10 ({BINARY} or {PYTHON}, or their archives)",
             "run `testtime data get cifar10`",
         )
     numbers = range(1, 6)
-    if place.name.endswith("-py") or place.name == ARCHIVES[PYTHON] or (place / "test_batch").is_file():
+    if found.name.endswith("-py") or found.name == ARCHIVES[PYTHON] or (found / "test_batch").is_file():
         names = [f"data_batch_{number}" for number in numbers] if split == "train" else ["test_batch"]
-        parts = [_read_python(buffer, path) for path, buffer in _buffers(place, PYTHON, names)]
+        parts = [_read_python(buffer, path) for path, buffer in _buffers(found, PYTHON, names)]
     else:
         names = [f"data_batch_{number}.bin" for number in numbers] if split == "train" else ["test_batch.bin"]
-        parts = [_read_binary(buffer, path) for path, buffer in _buffers(place, BINARY, names)]
+        parts = [_read_binary(buffer, path) for path, buffer in _buffers(found, BINARY, names)]
     for name, (images, labels) in zip(names, parts, strict=True):
         if len(images) != PER_FILE and not partial:
-            raise DataError(place / name, f"holds {len(images):,} records, the official file {PER_FILE:,}")
-        _check_labels(place / name, labels)
+            raise DataError(found / name, f"holds {len(images):,} records, the official file {PER_FILE:,}")
+        _check_labels(found / name, labels)
     labels = torch.cat([torch.from_numpy(labels.astype(np.int64)) for _, labels in parts])
-    return ArraySet("cifar10", [images for images, _ in parts], labels, CLASSES, f"official files ({place.name})")
+    return ArraySet("cifar10", [images for images, _ in parts], labels, CLASSES, f"official files ({found.name})")
 
 
-def find(root: str | os.PathLike[str] | None = None) -> Path | None:
+def find(root: Root = None) -> Path | None:
     """The folder or archive from which CIFAR-10 would be read, or None."""
     root = data_root(root)
     if (root / "test_batch.bin").is_file() or (root / "test_batch").is_file():
         return root
-    for place in (root / BINARY, root / PYTHON):
-        if place.is_dir():
-            return place
+    for folder in (root / BINARY, root / PYTHON):
+        if folder.is_dir():
+            return folder
     return next((root / archive for archive in ARCHIVES.values() if (root / archive).is_file()), None)
 
 
 def load_c(
     corruption: str,
     level: int,
-    root: str | os.PathLike[str] | None = None,
-    source: Source = "auto",
+    root: Root = None,
+    source: Origin = "auto",
     seed: int = 0,
     partial: bool = False,
-    frost: str | os.PathLike[str] | None = None,
+    frost: PathLike | None = None,
 ) -> TestSet:
     """One corruption of CIFAR-10-C at one level.
 
@@ -108,7 +106,7 @@ def load_c(
             `testtime.corruptions` as it is read, `auto` takes the arrays where they are.
         seed: Seed of the generated images.
         partial: Accept fewer images than the official 10,000 a level.
-        frost: Folder of frost photographs for generated `frost`; None makes textures by code.
+        frost: Folder of frost photographs for generated `frost`; None takes procedural textures.
 
     Returns:
         A set of `(3, 32, 32)` images named `cifar10-c/CORRUPTION/LEVEL`; its `origin` says which of the two it is.
@@ -116,12 +114,7 @@ def load_c(
     Raises:
         DataError: Neither the arrays nor CIFAR-10 are there, or a file is damaged.
     """
-    if level not in range(1, 6):
-        raise ValueError(f"`level` must be 1 to 5, got {level!r}.")
-    if source not in ("auto", "official", "generated"):
-        raise ValueError(f"`source` must be 'auto', 'official' or 'generated', got {source!r}.")
-    if not corruption.isidentifier():
-        raise ValueError(f"`corruption` must be a name such as 'fog', got {corruption!r}.")
+    check_choice(corruption, level, source)
     name = f"cifar10-c/{corruption}/{level}"
     folder = find_c(root)
     if source != "generated" and folder is not None and (folder / f"{corruption}.npy").exists():
@@ -147,7 +140,7 @@ def load_c(
     return Corrupted(load(root, "test", partial), corruption, level, name=name, seed=seed, scale="cifar", frost=frost)
 
 
-def find_c(root: str | os.PathLike[str] | None = None) -> Path | None:
+def find_c(root: Root = None) -> Path | None:
     """The folder from which CIFAR-10-C would be read, or None."""
     root = data_root(root)
     if (root / CORRUPTED).is_dir():
@@ -155,9 +148,7 @@ def find_c(root: str | os.PathLike[str] | None = None) -> Path | None:
     return root if root.name == CORRUPTED and root.is_dir() else None
 
 
-def load_10_1(
-    root: str | os.PathLike[str] | None = None, version: Literal["v4", "v6"] = "v6", partial: bool = False
-) -> ArraySet:
+def load_10_1(root: Root = None, version: Literal["v4", "v6"] = "v6", partial: bool = False) -> ArraySet:
     """CIFAR-10.1, new test images for CIFAR-10 (Recht et al. 2018).
 
     Args:
@@ -188,11 +179,11 @@ def load_10_1(
     )
 
 
-def find_10_1(root: str | os.PathLike[str] | None = None, version: str = "v6") -> Path | None:
+def find_10_1(root: Root = None, version: str = "v6") -> Path | None:
     """The folder from which CIFAR-10.1 would be read, or None."""
     root = data_root(root)
-    places = (root / "CIFAR-10.1", root / "CIFAR-10.1" / "datasets", root)
-    return next((place for place in places if (place / f"cifar10.1_{version}_data.npy").is_file()), None)
+    paths = (root / "CIFAR-10.1", root / "CIFAR-10.1" / "datasets", root)
+    return next((path for path in paths if (path / f"cifar10.1_{version}_data.npy").is_file()), None)
 
 
 def _check_labels(path: Path, labels: np.ndarray) -> None:
@@ -223,13 +214,13 @@ def _read_python(buffer: np.ndarray, path: Path) -> tuple[np.ndarray, np.ndarray
     return images.reshape(-1, 3, 32, 32), np.array(labels, dtype=np.int64)
 
 
-def _buffers(place: Path, folder: str, names: Sequence[str]) -> list[tuple[Path, np.ndarray]]:
+def _buffers(source: Path, folder: str, names: Sequence[str]) -> list[tuple[Path, np.ndarray]]:
     """The bytes of some files of the folder, or of the archive that holds it, with a path for errors."""
-    if place.is_file():
-        return [(place / name, buffer) for name, buffer in zip(names, _unpack(place, folder, names), strict=True)]
+    if source.is_file():
+        return [(source / name, buffer) for name, buffer in zip(names, _unpack(source, folder, names), strict=True)]
     found = []
     for name in names:
-        path = regular(place / name, place)
+        path = regular(source / name, source)
         try:
             found.append((path, np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))))
         except (OSError, ValueError) as error:
@@ -250,3 +241,129 @@ def _unpack(archive: Path, folder: str, names: Sequence[str]) -> list[np.ndarray
     if missing:
         raise DataError(archive, f"does not hold {folder}/{missing[0]}")
     return [np.frombuffer(found[name], dtype=np.uint8) for name in names]
+
+
+def check(parts: Sequence[str], root: Root, progress: Progress | None) -> list[str]:
+    """Faults of CIFAR-10: both splits read, their labels counted."""
+    counts: dict[Literal["train", "test"], int] = {"train": 5_000, "test": 1_000}
+
+    def find_faults(split: Literal["train", "test"]) -> list[str]:
+        labels = load(root, split).labels
+        assert labels is not None
+        found, count = labels.bincount(minlength=10).tolist(), counts[split]
+        wrong = [k for k in range(10) if found[k] != count]
+        return [f"{find(root)}: {split} has {found[k]:,} of {CLASSES[k]}, not {count:,}" for k in wrong]
+
+    return collect_faults(counts, find_faults, progress)
+
+
+def check_c(parts: Sequence[str], root: Root, progress: Progress | None) -> list[str]:
+    """Faults of the arrays of CIFAR-10-C to which the parts belong."""
+
+    def find_faults(corruption: str) -> list[str]:
+        levels = [load_c(corruption, level, root, source="official").labels for level in SEVERITIES]
+        for level, labels in zip(SEVERITIES, levels, strict=True):
+            if labels is None or levels[0] is None or not levels[0].equal(labels):
+                return [f"{find_c(root)}: labels.npy has other labels at level {level} than at level 1"]
+        return []
+
+    return collect_faults(dict.fromkeys(part.split("/")[0] for part in parts), find_faults, progress)
+
+
+def check_10_1(parts: Sequence[str], root: Root, progress: Progress | None) -> list[str]:
+    """Faults of CIFAR-10.1."""
+
+    def find_faults(part: str) -> list[str]:
+        _open_10_1(part, root)
+        return []
+
+    return collect_faults(parts, find_faults, progress)
+
+
+def _open_c(part: str, root: Root, split: str, **options: Any) -> TestSet:
+    return load_c(*split_part("cifar10-c", part), root, **options)
+
+
+def _open_10_1(part: str, root: Root, split: str = "test", **options: Any) -> TestSet:
+    if "/" in part:
+        raise ValueError(f"`name` must be cifar10.1, cifar10.1/v4 or cifar10.1/v6; got 'cifar10.1/{part}'.")
+    version: Any = part or "v6"
+    return load_10_1(root, version, **options)
+
+
+def _find_fault(root: Root, path: Path) -> None:
+    if path.is_dir():  # an archive is only read when it is used or checked
+        load(root, "train")
+        load(root, "test")
+
+
+def _find_fault_c(root: Root, path: Path) -> None:
+    for corruption in CORRUPTIONS:
+        load_c(corruption, 5, root, source="official")
+
+
+def _find_fault_10_1(root: Root, path: Path) -> None:
+    load_10_1(root)
+
+
+def _remote_10_1(file: str, size: int, sha256: str) -> Remote:
+    # Their publisher gives no checksums; these are the ones TensorFlow Datasets has recorded.
+    root = "https://raw.githubusercontent.com/modestyachts/CIFAR-10.1/master/datasets"
+    return Remote(f"{root}/cifar10.1_{file}.npy", size, f"sha256:{sha256}", "CIFAR-10.1", archive=False)
+
+
+CIFAR10 = Family(
+    "cifar10",
+    "CIFAR-10: 60,000 images, 32×32, 10 classes",
+    lambda part, root, split, **options: load(root, split, **options),
+    check,
+    find=find,
+    find_fault=_find_fault,
+    folder=BINARY,
+    remotes=(
+        Remote(
+            "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+            170_052_171,
+            "md5:c32a1d4ab5d03f1284b67883e8d87530",
+            BINARY,
+        ),
+    ),
+    has_train=True,
+)
+
+CIFAR10_C = Family(
+    "cifar10-c",
+    "CIFAR-10's test set under the 15 corruptions, 5 levels",
+    _open_c,
+    check_c,
+    PARTS,
+    find_c,
+    _find_fault_c,
+    folder=CORRUPTED,
+    remotes=(
+        Remote(
+            "https://zenodo.org/records/2535967/files/CIFAR-10-C.tar",
+            2_918_471_680,
+            "md5:56bf5dcef84df0e2308c6dcbcbbd8499",
+            CORRUPTED,
+        ),
+    ),
+    base=CIFAR10,
+)
+
+CIFAR10_1 = Family(
+    "cifar10.1",
+    "CIFAR-10.1: 2,000 new test images for CIFAR-10 (v6; v4 has 2,021)",
+    _open_10_1,
+    check_10_1,
+    ("", "v4"),
+    find_10_1,
+    _find_fault_10_1,
+    folder="CIFAR-10.1",
+    remotes=(
+        _remote_10_1("v4_data", 6_208_640, "5aaedc268df8f4cffca2ac0cf9e608ae1897a8cddb630c7a850a2ea8f6558e75"),
+        _remote_10_1("v4_labels", 8_212, "1f9544300ded199539b6662364ce7fe6c2e1ea9f87408f06db4b1a6184cffb18"),
+        _remote_10_1("v6_data", 6_144_128, "2997188e5816f5bd545dc77771b6227828c28146049fcecf3fa10775474cacc6"),
+        _remote_10_1("v6_labels", 8_128, "ae40beda001693674edc94d925ee8268cfe68905f8f9aff800c8dcdfcd6c9448"),
+    ),
+)

@@ -1,8 +1,9 @@
-"""Corrupt one picture on disk; read and write pictures for it, whole or not at all."""
+"""Corrupt one picture on disk; what is written, pictures and folders, is written whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,23 @@ from PIL import Image
 from torch import Tensor
 
 from testtime.corruptions.registry import LIMITS, Scale, corrupt, fits, severity_level
-from testtime.data.pictures import open_picture
-from testtime.storage import FileError, PathLike, error_text, whole_file
+from testtime.data.frost import read_frost
+from testtime.data.pictures import SUFFIXES, open_picture
+from testtime.provenance import find_differences
+from testtime.storage import (
+    FileError,
+    PathLike,
+    clear_parts,
+    error_text,
+    hold_folder,
+    read_json,
+    whole_file,
+    write_whole,
+)
 
-PICTURES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""Endings of the files that count as pictures."""
+_SETTINGS = "corruption.json"
+WRITABLE = tuple(sorted(SUFFIXES - {".gif"}))
+"""Suffixes of the pictures that can be corrupted and written; a GIF would lose most of its colours."""
 
 
 def read_picture(path: PathLike) -> Image.Image:
@@ -55,15 +68,15 @@ def cut_middle(picture: Image.Image) -> Image.Image:
 
 
 def save_picture(picture: Image.Image, path: PathLike, quality: int = 95) -> None:
-    """Write a picture whole or not at all, in the format of its ending.
+    """Write a picture whole or not at all, in the format of its suffix.
 
     Raises:
-        FileError: If the ending is not that of a format, or the file cannot be written.
+        FileError: If the suffix is not that of a format, or the file cannot be written.
     """
     target = Path(path)
     kind = Image.registered_extensions().get(target.suffix.lower())
-    if kind is None or target.suffix.lower() not in PICTURES:
-        raise FileError(target, "not the name of a picture", f"end it in one of {', '.join(PICTURES)}")
+    if kind is None or target.suffix.lower() not in WRITABLE:
+        raise FileError(target, "not the name of a picture", f"end it in one of {', '.join(WRITABLE)}")
     try:
         with whole_file(target) as temporary:
             picture.save(temporary, kind, quality=quality)
@@ -87,13 +100,13 @@ def corrupt_file(
 
     Args:
         source: The picture to read.
-        target: The picture to write; its ending is its format. A file that is there is replaced.
+        target: The picture to write; its suffix is its format. An existing file is replaced.
         name: One of `CORRUPTIONS`.
         severity: 1 to 5.
         seed: Seed of the draws.
         number: The picture's number in its set, on which its draws depend too.
         scale: Whose parameters: "cifar", "imagenet", or "auto" by the picture's size.
-        frost: Folder with frost photographs; textures made by code if not given.
+        frost: Folder with frost photographs; procedural textures if not given.
         device: Where to work.
 
     Returns:
@@ -109,7 +122,8 @@ def corrupt_file(
     with name_in_memory_errors(source):
         images = picture_tensor(read_picture(source))[None].to(device)
         samples = torch.tensor([number], dtype=torch.int64, device="cpu")
-        corrupted = corrupt(images, name, severity, seed=seed, samples=samples, scale=scale, frost=frost)
+        textures = read_frost(frost) if name == "frost" else None
+        corrupted = corrupt(images, name, severity, seed=seed, samples=samples, scale=scale, frost=textures)
         save_picture(tensor_picture(corrupted[0]), target)
     return target
 
@@ -138,3 +152,36 @@ def name_in_memory_errors(path: PathLike) -> Iterator[None]:
         if not lacking:
             raise
         raise FileError(path, "too large for the memory that is left") from None
+
+
+def frost_setting(frost: PathLike | None) -> str | None:
+    """What a folder's settings say of the frost."""
+    return None if frost is None else str(Path(frost).resolve())
+
+
+@contextlib.contextmanager
+def hold_target(target: Path, settings: dict[str, object]) -> Iterator[None]:
+    """Hold a folder that was made with the same settings or is new, less what a killed process was writing."""
+    try:
+        with hold_folder(target):
+            _agree(target, settings)
+            clear_parts(target)
+            yield
+    except OSError as error:
+        raise FileError(error.filename or target, f"cannot be written ({error_text(error)})") from None
+
+
+def _agree(target: Path, settings: dict[str, object]) -> None:
+    """Note the settings in a new folder; refuse one that was made with others."""
+    note = target / _SETTINGS
+    if note.is_file():
+        found = read_json(note, limit=1 << 20)
+        if not isinstance(found, dict):
+            raise FileError(note, "not the settings of a run", "choose another folder")
+        differences = find_differences(found, settings)
+        if differences:
+            raise FileError(target, f"made with other settings ({'; '.join(differences)})", "choose another folder")
+        return
+    if any(not entry.name.endswith(".part") for entry in target.iterdir()):
+        raise FileError(target, f"not empty, and without the {_SETTINGS} of an earlier run", "choose another folder")
+    write_whole(note, json.dumps(settings, indent=2) + "\n")

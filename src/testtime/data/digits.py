@@ -1,16 +1,16 @@
-"""Handwritten digits that ship with the package: something real to adapt on with no download.
+"""Handwritten digits bundled with the package: real images to adapt on without a download.
 
 1,797 gray pictures of 8×8 pixels, ten classes: the test part of "Optical Recognition of Handwritten Digits" by
 E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, 1998 (https://doi.org/10.24432/C50P49), under the Creative
 Commons Attribution 4.0 licence. Each pixel counts the ink in a 4×4 block of a scanned bitmap, 0 to 16. The file
-`digits.npz` holds those counts unchanged; `digits.txt` beside it repeats this notice.
+`digits.npz` holds those counts unchanged; `digits.txt` repeats this notice.
 
-Not one of the paper's data sets: it stands in for CIFAR-10 where a first look, a test or an example must run in
-seconds.
+Not one of the paper's data sets: it stands in for CIFAR-10 where an example or a test must run in seconds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Literal
 
@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from testtime.data.family import Family, Root, collect_faults
 from testtime.data.sets import TensorSet
+from testtime.progress import Progress
 from testtime.randomness import Draws
 
 CLASSES = tuple("0123456789")
+SIZES: dict[Literal["train", "test"], int] = {"train": 1_297, "test": 500}
 _TEST_PER_CLASS = 50
 _SPLIT_SEED = 1998
 
@@ -48,13 +51,13 @@ def load(split: Literal["train", "test"] = "test", size: int = 16) -> TensorSet:
     with files("testtime.data").joinpath("digits.npz").open("rb") as file, np.load(file, allow_pickle=False) as held:
         counts, labels = torch.from_numpy(held["images"]), torch.from_numpy(held["labels"]).to(torch.int64)
     is_test = _is_test(labels)
-    keep = is_test if split == "test" else ~is_test
+    chosen = is_test if split == "test" else ~is_test
     # A step of one count is 255/16 exactly in binary, and so is every ×2 weight: float64 makes the result the same
     # on every machine.
-    ink = counts[keep].unsqueeze(1).to(torch.float64) * (255 / 16)  # (N, 1, 8, 8)
+    ink = counts[chosen].unsqueeze(1).to(torch.float64) * (255 / 16)  # (N, 1, 8, 8)
     if size != 8:
         ink = functional.interpolate(ink, (size, size), mode="bilinear", align_corners=False)
-    return TensorSet("digits", ink.round().clamp(0, 255).to(torch.uint8), labels[keep], CLASSES)
+    return TensorSet("digits", ink.round().clamp(0, 255).to(torch.uint8), labels[chosen], CLASSES)
 
 
 def _is_test(labels: Tensor) -> Tensor:
@@ -65,3 +68,23 @@ def _is_test(labels: Tensor) -> Tensor:
         members = (labels == label).nonzero().squeeze(1)
         is_test[members[keys[members].argsort()[:_TEST_PER_CLASS]]] = True
     return is_test
+
+
+def check(parts: Sequence[str], root: Root, progress: Progress | None) -> list[str]:
+    """Faults of the bundled file."""
+
+    def find_faults(split: Literal["train", "test"]) -> list[str]:
+        count = len(load(split))
+        return [] if count == SIZES[split] else [f"digits.npz: {split} has {count} digits, not {SIZES[split]}"]
+
+    return collect_faults(SIZES, find_faults, progress)
+
+
+DIGITS = Family(
+    "digits",
+    "1,797 handwritten digits, 16×16 gray, 10 classes",
+    lambda part, root, split, **options: load(split, **options),
+    check,
+    sized=True,
+    has_train=True,
+)

@@ -1,8 +1,8 @@
-"""Fetch public data sets from their official places, when asked to and never otherwise.
+"""Download public data sets from their official sites, when asked to and never otherwise.
 
-A transfer goes into a `.part` file beside its target and goes on from there after an interruption; the file gets its
+A transfer goes into a `.part` file next to its target and goes on from there after an interruption; the file gets its
 name only once its length and its checksum are right. Archives are extracted into a folder that gets its name only when
-complete. One process at a time downloads into a data root; a second one is told so.
+complete. One process at a time downloads into a data root; a second one is refused.
 """
 
 from __future__ import annotations
@@ -15,107 +15,46 @@ import shutil
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from testtime.data import cifar
 from testtime.data.archives import read_archive
-from testtime.data.places import data_root
+from testtime.data.families import FAMILIES
+from testtime.data.family import Remote, Root
+from testtime.data.paths import data_root
 from testtime.data.sets import DataError, as_data_errors
+from testtime.progress import Progress
 from testtime.storage import error_text, hold_folder
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
 
 # Of an extracted archive; CIFAR-10-C, the largest here, has 20 files and 3 GB.
 _MOST_FILES, _MOST_BYTES = 1_000, 8 << 30
 
 
-@dataclass(frozen=True)
-class Remote:
-    """A file to fetch.
-
-    Attributes:
-        url: Where it is.
-        size: Its length in bytes.
-        checksum: `md5:` or `sha256:` and the digits.
-        folder: What an archive extracts to, or the folder that a plain file belongs in.
-        archive: Whether it is an archive.
-    """
-
-    url: str
-    size: int
-    checksum: str
-    folder: str
-    archive: bool = True
-
-
-def _cifar10_1(file: str, size: int, sha256: str) -> Remote:
-    # Their publisher gives no checksums; these are the ones TensorFlow Datasets has recorded.
-    root = "https://raw.githubusercontent.com/modestyachts/CIFAR-10.1/master/datasets"
-    return Remote(f"{root}/cifar10.1_{file}.npy", size, f"sha256:{sha256}", "CIFAR-10.1", archive=False)
-
-
-REMOTES: dict[str, tuple[Remote, ...]] = {
-    "cifar10": (
-        Remote(
-            "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-            170_052_171,
-            "md5:c32a1d4ab5d03f1284b67883e8d87530",
-            cifar.BINARY,
-        ),
-    ),
-    "cifar10-c": (
-        Remote(
-            "https://zenodo.org/records/2535967/files/CIFAR-10-C.tar",
-            2_918_471_680,
-            "md5:56bf5dcef84df0e2308c6dcbcbbd8499",
-            cifar.CORRUPTED,
-        ),
-    ),
-    "cifar10.1": (
-        _cifar10_1("v4_data", 6_208_640, "5aaedc268df8f4cffca2ac0cf9e608ae1897a8cddb630c7a850a2ea8f6558e75"),
-        _cifar10_1("v4_labels", 8_212, "1f9544300ded199539b6662364ce7fe6c2e1ea9f87408f06db4b1a6184cffb18"),
-        _cifar10_1("v6_data", 6_144_128, "2997188e5816f5bd545dc77771b6227828c28146049fcecf3fa10775474cacc6"),
-        _cifar10_1("v6_labels", 8_128, "ae40beda001693674edc94d925ee8268cfe68905f8f9aff800c8dcdfcd6c9448"),
-    ),
-}
-
-ELSEWHERE = {
-    "imagenet": "ImageNet needs an account at https://image-net.org; put its train and val folders, with a folder for "
-    "each WordNet id, into {root}/imagenet",
-    "imagenet-c": "ImageNet-C is at https://zenodo.org/records/2235448 (about 70 GB); extract its archives into "
-    "{root}/imagenet-c. Without it, it is generated from ImageNet",
-    "vid-robust": "VID-Robust is at https://modestyachts.github.io/natural-perturbations-website; extract it to "
-    "{root}/imagenet-vid-robust",
-}
-ELSEWHERE["vid-cifar7"] = ELSEWHERE["vid-robust"]
-
-
-def remotes(name: str, root: str | os.PathLike[str] | None = None) -> tuple[Remote, ...]:
+def remotes(name: str, root: Root = None) -> tuple[Remote, ...]:
     """The files that `get` would fetch; nothing is transferred.
 
     Raises:
         ValueError: There is no such set, or it has no public download; says where to get it.
     """
-    if name in ELSEWHERE:
-        raise ValueError(f"{name} cannot be downloaded directly. {ELSEWHERE[name].format(root=data_root(root))}.")
-    if name.startswith("digits"):
-        raise ValueError(f"{name} ships with the package; there is nothing to download.")
-    if name not in REMOTES:
-        raise ValueError(f"`name` must be one of {', '.join(REMOTES)}; got {name!r}.")
-    return REMOTES[name]
+    family = FAMILIES.get(name)
+    if family is not None and family.remotes:
+        return family.remotes
+    if family is not None and family.elsewhere:
+        raise ValueError(f"{name} cannot be downloaded directly. {family.elsewhere.format(root=data_root(root))}.")
+    if family is not None and family.is_bundled:
+        raise ValueError(f"{name} is bundled with the package; there is nothing to download.")
+    known = ", ".join(family.name for family in FAMILIES.values() if family.remotes)
+    raise ValueError(f"`name` must be one of {known}; got {name!r}.")
 
 
-def get(name: str, root: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
+def get(name: str, root: Root = None, progress: Progress | None = None) -> Path:
     """Download a data set into the data root; what is there already is left alone.
 
     Args:
         name: `cifar10`, `cifar10-c` or `cifar10.1`.
-        root: The data root; see `places.data_root`.
-        progress: Told how many bytes of how many have arrived.
+        root: The data root; see `paths.data_root`.
+        progress: Called with how many of how many bytes have arrived.
 
     Returns:
         The folder in which the set now is.
@@ -221,7 +160,7 @@ def _transfer(url: str, part: Path, size: int, progress: Progress | None, timeou
         goes_on = answer.status == 206 and answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
         have = have if goes_on else 0
         length = answer.headers.get("Content-Length", "")
-        # A server need not say how long its answer is; then only what comes can tell.
+        # A server need not say how long its answer is; then only the answer itself shows it.
         if length.isdecimal() and have + int(length) != size:
             raise DataError(url, f"offers {have + int(length):,} bytes, the file has {size:,}")
         with open(part, "ab" if goes_on else "wb") as file:
@@ -237,7 +176,7 @@ def _transfer(url: str, part: Path, size: int, progress: Progress | None, timeou
                 except OSError as error:
                     raise DataError(part, f"cannot be written ({error_text(error)})", "run again to go on") from None
                 if progress is not None:
-                    progress(have, size)
+                    progress(have, size, "")
 
 
 def extract(archive: Path, target: Path, files: int = _MOST_FILES, size: int = _MOST_BYTES) -> None:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from testtime.data.family import Family, Root, collect_faults
+from testtime.data.paths import within
 from testtime.data.pictures import PIXEL_LIMIT, SUFFIXES, Resize, checked_resize, fit_pictures
-from testtime.data.places import within
 from testtime.data.sets import DataError, OnBad, TensorSet, TestSet, check_on_bad, leave_out
+from testtime.progress import Progress
 from testtime.storage import error_text
 
 if TYPE_CHECKING:
@@ -103,33 +105,33 @@ class PictureSet(TestSet):
         """The images of some samples as far as they can be read, black where not; and the faults by sample number."""
         paths, faults = [self.folder / self.files[number] for number in numbers.tolist()], {}
         images = fit_pictures(paths, self.size, self.resize, self.limit, self.threads, faults)
-        return images, {int(numbers[place]): fault for place, fault in sorted(faults.items())}
+        return images, {int(numbers[row]): fault for row, fault in sorted(faults.items())}
 
-    def tell(self, fault: DataError) -> str:
+    def format_fault(self, fault: DataError) -> str:
         """A fault in one line that names the file by its path in the folder: the same wherever the folder is."""
         prefix = f"{self.folder}{os.sep}"
         return str(DataError(fault.path.removeprefix(prefix), fault.fault, fault.remedy))
 
-    def faults(self, progress: Callable[[int, int], None] | None = None) -> list[DataError]:
-        """Decode every picture and say which cannot be; `progress` is told how many of how many are done."""
+    def faults(self, progress: Progress | None = None) -> list[DataError]:
+        """What is wrong with the pictures that cannot be decoded; `progress` as for `check`."""
         return list(self._find_faults(progress).values())
 
-    def _find_faults(self, progress: Callable[[int, int], None] | None = None) -> dict[int, DataError]:
+    def _find_faults(self, progress: Progress | None = None) -> dict[int, DataError]:
         found: dict[int, DataError] = {}
         for numbers in torch.arange(len(self), device="cpu").split(64):
             found |= self.try_images(numbers)[1]
             if progress is not None:
-                progress(int(numbers[-1]) + 1, len(self))
+                progress(int(numbers[-1]) + 1, len(self), "")
         return found
 
-    def check(self, on_bad: OnBad, progress: Callable[[int, int], None] | None = None) -> Self:
-        """Decode every picture once, before it is too late.
+    def check(self, on_bad: OnBad, progress: Progress | None = None) -> Self:
+        """Decode every picture once, before the set is used.
 
-        What was found is remembered, so that a run that opens a set again and again looks only once.
+        The outcome is cached, so that a run that opens a set several times decodes it only once.
 
         Args:
             on_bad: "fail" raises the first fault; "skip" leaves out what cannot be read.
-            progress: Told how many of how many pictures have been looked at.
+            progress: Called with how many of how many pictures are done.
 
         Returns:
             This set, or the same without the pictures that cannot be read; `skipped` names them.
@@ -153,10 +155,10 @@ class PictureSet(TestSet):
             raise DataError(self.folder, f"holds no picture that can be read; the first: {next(iter(faults.values()))}")
         mark = leave_out(self.fingerprint(), list(faults))
         good = [number for number in range(len(self)) if number not in faults]
-        kept = self.pick(torch.tensor(good, dtype=torch.int64, device="cpu"))
-        kept._mark, kept.name = mark, self.name
-        kept._skipped = (*self._skipped, *map(self.tell, faults.values()))
-        return kept
+        rest = self.pick(torch.tensor(good, dtype=torch.int64, device="cpu"))
+        rest._mark, rest.name = mark, self.name
+        rest._skipped = (*self._skipped, *map(self.format_fault, faults.values()))
+        return rest
 
     def pick(self, numbers: Tensor, name: str | None = None) -> Self:
         """Some samples as a set of their own, numbered anew."""
@@ -168,12 +170,12 @@ class PictureSet(TestSet):
         part._mark = None
         return part
 
-    def hold(self, on_bad: OnBad = "fail", progress: Callable[[int, int], None] | None = None) -> TestSet:
+    def hold(self, on_bad: OnBad = "fail", progress: Progress | None = None) -> TestSet:
         """The same set in memory, every picture decoded once.
 
         Args:
             on_bad: As for `check`.
-            progress: Told how many of how many pictures are done.
+            progress: Called with how many of how many pictures are done.
 
         Raises:
             DataError: As for `check`.
@@ -187,7 +189,7 @@ class PictureSet(TestSet):
                 raise next(iter(found.values()))
             faults |= found
             if progress is not None:
-                progress(int(numbers[-1]) + 1, len(self))
+                progress(int(numbers[-1]) + 1, len(self), "")
         good = self.without(faults, on_bad)
         if faults:
             images = images[[number for number in range(len(self)) if number not in faults]]
@@ -221,7 +223,7 @@ def load(
     threads: int | None = None,
     limit: int = PIXEL_LIMIT,
     on_bad: OnBad | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> PictureSet:
     """A folder of pictures as a test set.
 
@@ -236,7 +238,7 @@ def load(
         limit: The most pixels a picture may have.
         on_bad: "fail" decodes every picture once and names the first that cannot be; "skip" leaves those out that
             cannot be, as well as folders without pictures. None finds out when a picture is read.
-        progress: Told how many of how many pictures have been looked at.
+        progress: Called with how many of how many pictures are checked.
 
     Raises:
         DataError: There is no such folder, or it holds no pictures; or one of them cannot be read.
@@ -265,6 +267,37 @@ def list_pictures(
         return PictureSet(name, folder, files, None, (), size, resize, threads, limit)
     files, labels, found, notes = list_classes(folder, classes, on_bad)
     return PictureSet(name, folder, files, labels, found, size, resize, threads, limit, notes)
+
+
+def check_pictures(openers: Collection[Callable[[], TestSet]], progress: Progress | None = None) -> list[str]:
+    """Decode every picture of some sets.
+
+    Args:
+        openers: Open the sets, each a `PictureSet`.
+        progress: Called with how many of how many pictures of all sets are done.
+
+    Returns:
+        One line for each fault: of sets that cannot be opened first.
+    """
+    found: list[PictureSet] = []
+
+    def add(opener: Callable[[], TestSet]) -> list[str]:
+        pictures = opener()
+        assert isinstance(pictures, PictureSet)
+        found.append(pictures)
+        return []
+
+    faults = collect_faults(openers, add)
+    total, before = sum(map(len, found)), 0
+    for pictures in found:
+
+        def advance(done: int, _: int, word: str, before: int = before) -> None:
+            if progress is not None:
+                progress(before + done, total, word)
+
+        faults.extend(map(str, pictures.faults(advance)))
+        before += len(pictures)
+    return faults
 
 
 def list_classes(
@@ -344,3 +377,20 @@ def _entries(folder: Path, tree: Path) -> list[os.DirEntry[str]]:
         if entry.is_symlink():
             within(Path(entry.path), tree)
     return entries
+
+
+def _open(part: str, root: Root, split: str = "test", **options: Any) -> PictureSet:
+    if root is None:
+        raise ValueError("`root` must name the folder of pictures.")
+    return load(root, **options)
+
+
+FOLDER = Family(
+    "folder",
+    "any folder of pictures, with a folder for each class or without labels",
+    _open,
+    lambda parts, root, progress: check_pictures([lambda: _open("", root)], progress),
+    parts=(),
+    sized=True,
+    pictures=True,
+)

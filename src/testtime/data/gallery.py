@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from testtime.corruptions.files import check_apart, picture_tensor, read_picture, save_picture, tensor_picture
 from testtime.corruptions.registry import CORRUPTIONS, SEVERITIES, Scale, corrupt
-from testtime.storage import FileError
+from testtime.data.corrupt_files import check_apart, picture_tensor, read_picture, save_picture, tensor_picture
+from testtime.data.frost import read_frost
+from testtime.storage import FileError, PathLike
 
 _SHOWN = 150  # pixels that the longer side of a cell shall have, about
 _GAP = 6
@@ -26,7 +26,7 @@ def draw_gallery(
     seed: int = 0,
     number: int = 0,
     scale: Scale = "auto",
-    frost: str | os.PathLike[str] | None = None,
+    frost: PathLike | None = None,
 ) -> Image.Image:
     """Draw every corruption of one image at every severity, with labels.
 
@@ -35,7 +35,7 @@ def draw_gallery(
         seed: Seed of the draws.
         number: The image's number in its set.
         scale: Whose parameters: "cifar", "imagenet", or "auto" by the image's size.
-        frost: Folder with frost photographs; textures made by code if not given.
+        frost: Folder with frost photographs; procedural textures if not given.
 
     Returns:
         The picture, 15 rows of 6.
@@ -57,13 +57,15 @@ def draw_gallery(
         middle = _MARGIN + column * (size[0] + _GAP) + size[0] // 2
         title = "original" if column == 0 else f"severity {column}" if size[0] >= 70 else str(column)
         draw.text((middle, _HEADER // 2), title, fill="black", font=font, anchor="mm")
+    textures = read_frost(frost)
     for row, name in enumerate(CORRUPTIONS):
         top = _HEADER + row * (size[1] + _GAP)
         draw.text((_MARGIN - 10, top + size[1] // 2), name.replace("_", " "), fill="black", font=font, anchor="rm")
         cells = [image]
         for severity in SEVERITIES:
             samples = torch.tensor([number], dtype=torch.int64, device="cpu")
-            cells.append(corrupt(image[None], name, severity, seed=seed, samples=samples, scale=scale, frost=frost)[0])
+            made = corrupt(image[None], name, severity, seed=seed, samples=samples, scale=scale, frost=textures)
+            cells.append(made[0])
         for column, cell in enumerate(cells):
             picture = tensor_picture(cell).convert("RGB").resize(size, filter)
             sheet.paste(picture, (_MARGIN + column * (size[0] + _GAP), top))
@@ -71,12 +73,12 @@ def draw_gallery(
 
 
 def write_gallery(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: PathLike,
+    target: PathLike,
     *,
     seed: int = 0,
     scale: Scale = "auto",
-    frost: str | os.PathLike[str] | None = None,
+    frost: PathLike | None = None,
 ) -> Path:
     """Write the gallery of a picture file. Pictures larger than 224 are scaled down to that first.
 
@@ -85,13 +87,13 @@ def write_gallery(
         target: The PNG to write.
         seed: Seed of the draws.
         scale: Whose parameters: "cifar", "imagenet", or "auto" by the picture's size.
-        frost: Folder with frost photographs; textures made by code if not given.
+        frost: Folder with frost photographs; procedural textures if not given.
 
     Returns:
         The target.
 
     Raises:
-        FileError: If the source cannot be read, or the target is not a new .png beside it.
+        FileError: If the source cannot be read, or the target is the source or not a .png.
     """
     target = Path(target)
     if target.suffix.lower() != ".png":

@@ -9,16 +9,17 @@ deviates in proportion to 1/√c, and impulse noise that replaces a share p of t
 from __future__ import annotations
 
 import math
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
+from testtime.corruptions import NoiseName, corrupt_noise, resolve_scale, severity_level
+from testtime.data.family import Family, Root
 from testtime.data.sets import DerivedSet, TestSet
 from testtime.randomness import Draws
 
-Noise = Literal["gaussian_noise", "shot_noise", "impulse_noise"]
-NOISES: tuple[str, ...] = get_args(Noise)
+NOISES: tuple[str, ...] = get_args(NoiseName)
 
 
 class Gradual(DerivedSet):
@@ -42,12 +43,10 @@ class Gradual(DerivedSet):
         seed: int = 0,
         scale: Literal["auto", "cifar", "imagenet"] = "auto",
     ) -> None:
-        from testtime.corruptions import resolve_scale
-
         if noise not in NOISES:
             raise ValueError(f"`noise` must be one of {', '.join(NOISES)}; got {noise!r}.")
         self.base = base
-        self.noise: Noise = cast(Noise, noise)
+        self.noise: NoiseName = cast(NoiseName, noise)
         self.seed = seed
         self.scale: Literal["cifar", "imagenet"] = resolve_scale(scale, *base.shape[1:])
         self.name = name if name is not None else f"{base.name}-gradual/{noise}"
@@ -60,16 +59,14 @@ class Gradual(DerivedSet):
         self.origin = f"generated from {base.name} (seed {seed}, scale {self.scale})"
 
     def strengths(self, numbers: Tensor) -> Tensor:
-        """The noise's own parameter at some places of the stream.
+        """The noise's own parameter at some positions of the stream.
 
         Args:
-            numbers: Places, int64 `(n,)`.
+            numbers: Positions, int64 `(n,)`.
 
         Returns:
             float32 `(n,)`: standard deviation, photons at full white, or share of values replaced.
         """
-        from testtime.corruptions import severity_level
-
         first, last = (float(severity_level(self.noise, level, self.scale)) for level in (1, 5))
         share = numbers.to(torch.float64) / max(len(self) - 1, 1)
         if self.noise == "gaussian_noise":
@@ -81,8 +78,6 @@ class Gradual(DerivedSet):
         return strengths.to(torch.float32)
 
     def _read(self, numbers: Tensor) -> Tensor:
-        from testtime.corruptions import corrupt_noise
-
         draws = Draws.of(self.seed, numbers).purpose(f"gradual {self.noise}")
         return corrupt_noise(self.base.images(self.order[numbers]), self.noise, self.strengths(numbers), draws)
 
@@ -90,3 +85,23 @@ class Gradual(DerivedSet):
 def _ends(first: float, last: float) -> tuple[Tensor, Tensor]:
     first_end, last_end = torch.tensor([first, last], dtype=torch.float64, device="cpu").unbind()
     return first_end, last_end
+
+
+def make_gradual(base: Family, what: str) -> Family:
+    """The test set of another family under growing noise.
+
+    Args:
+        base: The family.
+        what: What its test set is called in a sentence.
+    """
+    name = f"{base.name}-gradual"
+
+    def open(part: str, root: Root, split: str, **options: Any) -> TestSet:
+        if not part or "/" in part:
+            got = f"{name}/{part}" if part else name
+            raise ValueError(f"{name} needs NOISE, such as {name}/gaussian_noise; got {got!r}.")
+        own = {key: options.pop(key) for key in ("seed", "scale") if key in options}
+        return Gradual(base.open("", root, "test", **options), part, f"{name}/{part}", **own)
+
+    line = f"{what} under growing noise, 3 noises"
+    return Family(name, line, open, parts=NOISES, base=base, sized=base.sized, pictures=base.pictures)

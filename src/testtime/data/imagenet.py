@@ -10,30 +10,33 @@ the corrupted image is scaled, as a published one would be.
 
 from __future__ import annotations
 
+import functools
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from testtime.data.corrupted import Corrupted
-from testtime.data.folder import PictureSet, list_classes
-from testtime.data.pack import find_packed, pack
+from testtime.corruptions import CORRUPTIONS, SEVERITIES
+from testtime.data.corrupted import PARTS, Corrupted, Origin, check_choice, split_part
+from testtime.data.family import Family, Root
+from testtime.data.folder import PictureSet, check_pictures, list_classes
+from testtime.data.packing import find_packed, pack
+from testtime.data.paths import data_root, first_existing
 from testtime.data.pictures import Resize
-from testtime.data.places import data_root, first_existing
 from testtime.data.resized import Resized
 from testtime.data.sets import DataError, OnBad, TestSet, check_on_bad
+from testtime.progress import Progress
+from testtime.storage import PathLike
 
 log = logging.getLogger(__name__)
 
-Source = Literal["auto", "official", "generated"]
-Packed = bool | str | os.PathLike[str] | None
+Packed = bool | PathLike | None
 CORRUPTED_SIZE = 224
 _GROUPS = ("", "noise", "blur", "weather", "digital", "extra")  # the archives of ImageNet-C, extracted each by itself
 
 
 def load(
-    root: str | os.PathLike[str] | None = None,
+    root: Root = None,
     split: Literal["train", "val", "test"] = "val",
     size: int = 224,
     resize: Resize | None = None,
@@ -41,7 +44,7 @@ def load(
     threads: int | None = None,
     packed: Packed = None,
     on_bad: OnBad | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> TestSet:
     """ImageNet, or a part of its classes.
 
@@ -52,12 +55,12 @@ def load(
         resize: The short side before the centre crop; None is 8/7 of the size, 256 for 224.
         classes: WordNet ids in the order of the network's outputs; None takes the folders there are.
         threads: Pictures decoded at once; None takes one for each core.
-        packed: Keep the decoded images in one memory-mapped file: in this folder, or, for True, in `packed` under the
+        packed: Cache the decoded images in one memory-mapped file: in this folder, or, for True, in `packed` under the
             data root. The first opening writes it and takes as long as decoding everything. None reads from there if
             all of it is there, False never does.
         on_bad: "fail" finds a picture that cannot be read before the set is used, "skip" leaves such pictures and
             classes without pictures out; None finds out when a picture is read.
-        progress: Told how many of how many images are packed or looked at.
+        progress: Called with how many of how many images are packed or checked.
 
     Raises:
         DataError: It is not there, a class is empty, or a picture cannot be read.
@@ -69,7 +72,7 @@ def load(
 
 
 def list_pictures(
-    root: str | os.PathLike[str] | None = None,
+    root: Root = None,
     split: Literal["train", "val", "test"] = "val",
     size: int = 224,
     resize: Resize | None = None,
@@ -91,28 +94,28 @@ def list_pictures(
     return pictures
 
 
-def find(root: str | os.PathLike[str] | None = None) -> Path | None:
+def find(root: Root = None) -> Path | None:
     """The folder with `train` and `val` from which ImageNet would be read, or None."""
     root = data_root(root)
-    places = (root / "imagenet", root / "ImageNet", root / "ILSVRC2012", root)
-    return next((place for place in places if (place / "val").is_dir() or (place / "train").is_dir()), None)
+    paths = (root / "imagenet", root / "ImageNet", root / "ILSVRC2012", root)
+    return next((path for path in paths if (path / "val").is_dir() or (path / "train").is_dir()), None)
 
 
 def load_c(
     corruption: str,
     level: int,
-    root: str | os.PathLike[str] | None = None,
-    source: Source = "auto",
+    root: Root = None,
+    source: Origin = "auto",
     seed: int = 0,
     size: int = CORRUPTED_SIZE,
     resize: Resize | None = None,
     classes: Sequence[str] | None = None,
     threads: int | None = None,
     packed: Packed = None,
-    frost: str | os.PathLike[str] | None = None,
+    frost: PathLike | None = None,
     on_bad: OnBad | None = None,
     device: str = "cpu",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> TestSet:
     """One corruption of ImageNet-C at one level.
 
@@ -129,7 +132,7 @@ def load_c(
         classes: As in `load`.
         threads: As in `load`.
         packed: As in `load`.
-        frost: Folder of frost photographs for generated `frost`; None makes textures by code.
+        frost: Folder of frost photographs for generated `frost`; None takes procedural textures.
         on_bad: As in `load`.
         device: Where images are generated.
         progress: As in `load`.
@@ -137,19 +140,14 @@ def load_c(
     Raises:
         DataError: Neither is there, the level is missing, or a picture cannot be read.
     """
-    if level not in range(1, 6):
-        raise ValueError(f"`level` must be 1 to 5, got {level!r}.")
-    if source not in ("auto", "official", "generated"):
-        raise ValueError(f"`source` must be 'auto', 'official' or 'generated', got {source!r}.")
-    if not corruption.isidentifier():
-        raise ValueError(f"`corruption` must be a name such as 'fog', got {corruption!r}.")
+    check_choice(corruption, level, source)
     name = f"imagenet-c/{corruption}/{level}"
     folder = None if source == "generated" else find_c(root, corruption)
     if folder is not None:
         files, labels, found, notes = list_classes(folder / str(level), classes, on_bad)
         resize = size if resize is None else resize
-        place = folder / str(level)
-        pictures: TestSet = PictureSet(name, place, files, labels, found, size, resize, threads, notes=notes)
+        path = folder / str(level)
+        pictures: TestSet = PictureSet(name, path, files, labels, found, size, resize, threads, notes=notes)
         pictures.origin = f"official files ({folder.name}/{level})"
     elif source == "official":
         raise DataError(data_root(root) / "imagenet-c" / corruption / str(level), "no such folder")
@@ -163,24 +161,24 @@ def load_c(
     return _packed(pictures, packed, root, f"imagenet-c-{corruption}-{level}-{size}", on_bad, progress)
 
 
-def find_c(root: str | os.PathLike[str] | None = None, corruption: str | None = None) -> Path | None:
+def find_c(root: Root = None, corruption: str | None = None) -> Path | None:
     """The folder of ImageNet-C, or that of one of its corruptions, or None."""
     root = data_root(root)
-    places = (root / "imagenet-c", root / "ImageNet-C", root)
+    paths = (root / "imagenet-c", root / "ImageNet-C", root)
     if corruption is None:
-        return first_existing(places[:2])
-    return first_existing(place / group / corruption for place in places for group in _GROUPS)
+        return first_existing(paths[:2])
+    return first_existing(path / group / corruption for path in paths for group in _GROUPS)
 
 
 def _packed(
     pictures: TestSet,
     packed: Packed,
-    root: str | os.PathLike[str] | None,
+    root: Root,
     name: str,
     on_bad: OnBad | None,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
 ) -> TestSet:
-    """The set itself or its packed form, with every picture looked at where that is asked for."""
+    """The set itself or its packed form, with every picture checked where that is asked for."""
     if on_bad is not None:
         check_on_bad(on_bad)
     usual = data_root(root) / "packed" / name
@@ -189,6 +187,74 @@ def _packed(
         if found is not None and (on_bad != "fail" or not found.skipped):
             return found
     elif packed is not False:
-        place = usual if packed is True else packed
-        return pack(pictures, place, progress=progress, on_bad=on_bad or "fail")
+        folder = usual if packed is True else packed
+        return pack(pictures, folder, progress=progress, on_bad=on_bad or "fail")
     return pictures.check(on_bad, progress) if on_bad is not None and isinstance(pictures, PictureSet) else pictures
+
+
+def check(parts: Sequence[str], root: Root, progress: Progress | None) -> list[str]:
+    """Faults of ImageNet, every picture decoded; a split that is not there at all is a choice, not a fault."""
+    path = find(root)
+    splits: list[Any] = [split for split in ("val", "train") if path is not None and (path / split).is_dir()]
+    return check_pictures([functools.partial(list_pictures, root, split) for split in splits or ["val"]], progress)
+
+
+def check_c(parts: Sequence[str], root: Root, progress: Progress | None) -> list[str]:
+    """Faults of the parts of ImageNet-C, every picture decoded."""
+    return check_pictures(
+        [functools.partial(_open_c, part, root, source="official", packed=False) for part in parts], progress
+    )
+
+
+def _open_c(part: str, root: Root, split: str = "test", **options: Any) -> TestSet:
+    return load_c(*split_part("imagenet-c", part), root, **options)
+
+
+def _find_fault(root: Root, path: Path) -> str | None:
+    found = load(root, "val")
+    if (len(found.classes), len(found)) == (1000, 50_000):
+        return None
+    return f"val has {len(found):,} pictures of {len(found.classes):,} classes; all are 50,000 of 1,000"
+
+
+def _find_fault_c(root: Root, path: Path) -> str | None:
+    for corruption in CORRUPTIONS:
+        found = find_c(root, corruption)
+        for level in SEVERITIES:
+            if found is None or not (found / str(level)).is_dir():
+                return f"{path / corruption / str(level)}: no such folder"
+    return None
+
+
+IMAGENET = Family(
+    "imagenet",
+    "ImageNet: 1,000 classes",
+    lambda part, root, split, **options: load(root, split, **options),
+    check,
+    find=find,
+    find_fault=_find_fault,
+    folder="imagenet",
+    elsewhere="ImageNet needs an account at https://image-net.org; put its train and val folders, with a folder for "
+    "each WordNet id, into {root}/imagenet",
+    sized=True,
+    pictures=True,
+    has_train=True,
+    packs=True,
+)
+
+IMAGENET_C = Family(
+    "imagenet-c",
+    "ImageNet's validation set under the 15 corruptions, 5 levels",
+    _open_c,
+    check_c,
+    PARTS,
+    find_c,
+    _find_fault_c,
+    folder="imagenet-c",
+    elsewhere="ImageNet-C is at https://zenodo.org/records/2235448 (about 70 GB); extract its archives into "
+    "{root}/imagenet-c. Without it, it is generated from ImageNet",
+    base=IMAGENET,
+    sized=True,
+    pictures=True,
+    packs=True,
+)

@@ -17,7 +17,7 @@ from testtime.storage import check_file, error_text
 
 
 def data_root(root: str | os.PathLike[str] | None = None) -> Path:
-    """The folder in which data sets are looked for; it need not exist.
+    """The folder in which data sets are searched for; it need not exist.
 
     Args:
         root: The folder itself; None takes `TESTTIME_DATA`, else `$XDG_CACHE_HOME/testtime`, else `~/.cache/testtime`.

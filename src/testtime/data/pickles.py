@@ -1,6 +1,6 @@
 """Read the python version of CIFAR-10 without unpickling anything.
 
-A pickle is a program for a small stack machine, and Python's own machine can be told to call any function. The batches
+A pickle is a program for a small stack machine, and Python's own machine can be made to call any function. The batches
 of `cifar-10-batches-py` need very little of it: dictionaries, lists, strings, small integers, and the two steps in
 which numpy describes an array of bytes. This reader is a machine with just those instructions. It never imports, calls
 or constructs what a file names; the names are compared with the few that are expected, and anything else is refused.
@@ -22,7 +22,7 @@ _MOST_STEPS, _MOST_ITEMS, _DEEPEST = 1 << 18, 1 << 16, 4
 
 
 class _Global:
-    """A name that the file mentions; nothing is looked up."""
+    """A name that the file mentions; nothing is imported."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -67,7 +67,7 @@ def read_batch(buffer: np.ndarray, path: Path) -> dict[bytes, Any]:
 
 
 class _Machine:
-    """The stack machine: bytes to read, a stack with marks in it, and a memo of what it is told to remember."""
+    """The stack machine: bytes to read, a stack with marks in it, and a memo of stored items."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
@@ -164,8 +164,8 @@ def _check_protocol(machine: _Machine) -> None:
 
 
 def _remember(machine: _Machine, form: str) -> None:
-    place = machine.number(form)
-    machine.memo[place] = machine.top()
+    slot = machine.number(form)
+    machine.memo[slot] = machine.top()
 
 
 def _call(machine: _Machine) -> None:

@@ -27,11 +27,9 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from testtime.corruptions.registry import PIXEL_LIMIT
 from testtime.data.sets import DataError, as_data_errors
 from testtime.storage import check_file, error_text
-
-PIXEL_LIMIT = 64_000_000
-"""The most pixels a picture may have unless told otherwise; below the number from which Pillow itself warns."""
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 """File names that end like this, in either case, are taken for pictures."""
@@ -53,11 +51,11 @@ _UPRIGHT = {
 _QUIET = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 logging.getLogger("PIL").addHandler(logging.NullHandler())  # else its errors go to standard error
 
-Source = str | os.PathLike[str] | BinaryIO
+PictureFile = str | os.PathLike[str] | BinaryIO
 Resize = int | Literal["stretch"]
 
 
-def open_picture(source: Source, limit: int = PIXEL_LIMIT) -> Image.Image:
+def open_picture(source: PictureFile, limit: int = PIXEL_LIMIT) -> Image.Image:
     """A picture as it is, upright, in RGB or, if it is gray, in 8-bit gray; arguments and errors of `read_picture`."""
     with _opened(source, limit) as image:
         picture = _to_rgb(image, source)
@@ -65,13 +63,13 @@ def open_picture(source: Source, limit: int = PIXEL_LIMIT) -> Image.Image:
         return picture.convert("L") if is_gray else picture
 
 
-def read_size(source: Source, limit: int = PIXEL_LIMIT) -> tuple[int, int]:
+def read_size(source: PictureFile, limit: int = PIXEL_LIMIT) -> tuple[int, int]:
     """Width and height of a picture as its header gives them; arguments and errors of `read_picture`."""
     with _opened(source, limit) as image:
         return image.size
 
 
-def read_picture(source: Source, limit: int = PIXEL_LIMIT) -> Tensor:
+def read_picture(source: PictureFile, limit: int = PIXEL_LIMIT) -> Tensor:
     """A picture as it is, in RGB.
 
     Args:
@@ -88,7 +86,7 @@ def read_picture(source: Source, limit: int = PIXEL_LIMIT) -> Tensor:
         return torch.from_numpy(np.array(_to_rgb(image, source))).permute(2, 0, 1).contiguous()
 
 
-def fit_picture(source: Source, size: int, resize: Resize | None = None, limit: int = PIXEL_LIMIT) -> Tensor:
+def fit_picture(source: PictureFile, size: int, resize: Resize | None = None, limit: int = PIXEL_LIMIT) -> Tensor:
     """A picture resized and cropped to a square.
 
     Large JPEGs are decoded at a lower resolution, never below twice what is needed.
@@ -125,7 +123,7 @@ def fit_pictures(
         resize: As in `fit_picture`.
         limit: As in `fit_picture`.
         threads: How many at once; None takes one for each core, at most 32.
-        faults: Where given, a picture that cannot be read is entered here by its place in `paths`, and is black in the
+        faults: Where given, a picture that cannot be read is entered here by its index in `paths`, and is black in the
             result, instead of stopping everything.
 
     Returns:
@@ -137,7 +135,7 @@ def fit_pictures(
     resize = checked_resize(size, resize)
     out = np.empty((len(paths), 3, size, size), dtype=np.uint8)
 
-    def place(position: int) -> None:
+    def fit(position: int) -> None:
         try:
             out[position] = _fit(paths[position], size, resize, limit).transpose(2, 0, 1)
         except DataError as error:
@@ -149,11 +147,11 @@ def fit_pictures(
     count = min(threads or min(os.cpu_count() or 1, 32), len(paths))
     if count > 1:
         with ThreadPoolExecutor(count) as pool:
-            for _ in pool.map(place, range(len(paths))):
+            for _ in pool.map(fit, range(len(paths))):
                 pass  # the loop raises what a thread raised
     else:
         for position in range(len(paths)):
-            place(position)
+            fit(position)
     return torch.from_numpy(out)
 
 
@@ -172,7 +170,7 @@ def checked_resize(size: int, resize: Resize | None) -> Resize:
     raise ValueError(f"`resize` must be 'stretch' or at least `size` ({size}), got {resize!r}.")
 
 
-def _fit(source: Source, size: int, resize: Resize, limit: int) -> np.ndarray:
+def _fit(source: PictureFile, size: int, resize: Resize, limit: int) -> np.ndarray:
     """uint8 `(size, size, 3)`."""
     with _opened(source, limit) as image:
         if resize == "stretch":
@@ -192,7 +190,7 @@ def _fit(source: Source, size: int, resize: Resize, limit: int) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _opened(source: Source, limit: int) -> Iterator[Image.Image]:
+def _opened(source: PictureFile, limit: int) -> Iterator[Image.Image]:
     """The picture with its header read; whatever goes wrong inside leaves as a `DataError`."""
     name = _name(source)
     _ignore_warnings()
@@ -219,7 +217,7 @@ def _opened(source: Source, limit: int) -> Iterator[Image.Image]:
 
 
 @contextlib.contextmanager
-def _binary(source: Source) -> Iterator[BinaryIO]:
+def _binary(source: PictureFile) -> Iterator[BinaryIO]:
     """A file open for reading; one that was open already is left open."""
     if not isinstance(source, str | os.PathLike):
         yield source
@@ -230,8 +228,8 @@ def _binary(source: Source) -> Iterator[BinaryIO]:
 
 
 def _check_png(file: BinaryIO) -> None:
-    """Compare the pixels of a PNG with their checksums, which Pillow does not look at; the place in the file stays."""
-    place = file.tell()
+    """Compare the pixels of a PNG with their checksums, which Pillow does not verify; the file's position stays."""
+    position = file.tell()
     file.seek(8)
     while len(head := file.read(8)) == 8:
         length, kind = struct.unpack(">I4s", head)
@@ -244,7 +242,7 @@ def _check_png(file: BinaryIO) -> None:
         given = file.read(4)
         if len(given) == 4 and found != int.from_bytes(given, "big"):
             raise ValueError("its pixels do not match their checksum")
-    file.seek(place)
+    file.seek(position)
 
 
 def _ignore_warnings() -> None:
@@ -257,14 +255,14 @@ def _ignore_warnings() -> None:
         warnings.filterwarnings("ignore", module=_QUIET[3].pattern)
 
 
-def _name(source: Source) -> str:
+def _name(source: PictureFile) -> str:
     if isinstance(source, str | os.PathLike):
         return os.fspath(source)
     name = getattr(source, "name", None)
     return name if isinstance(name, str) else "picture"
 
 
-def _to_rgb(image: Image.Image, source: Source) -> Image.Image:
+def _to_rgb(image: Image.Image, source: PictureFile) -> Image.Image:
     """The decoded picture, upright and in RGB."""
     image.load()  # here, not within `getexif`, where damage to the picture would count as damage to its EXIF
     try:
@@ -284,5 +282,5 @@ def _to_rgb(image: Image.Image, source: Source) -> Image.Image:
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
     else:
         picture = image.convert("RGB")
-    turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
-    return picture if turn is None else picture.transpose(turn)
+    transpose = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
+    return picture if transpose is None else picture.transpose(transpose)

@@ -1,7 +1,7 @@
 """What a test set is: numbered uint8 images, their labels, and nothing about any network.
 
 The whole of testtime reads test sets through `TestSet`. A sample is known by its number in the set, whatever the order
-in which samples are visited: the number is what the randomness of `testtime.randomness` hangs on, so a shuffled,
+in which samples are visited: the randomness of `testtime.randomness` depends on the number, so a shuffled,
 sharded or resumed pass sees the same corruptions and augmentations. Images stay uint8; scaling and normalising belong
 to the network that was trained with them.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from testtime.storage import FileError
 
 OnBad = Literal["fail", "skip"]
-"""What to do about a picture that cannot be read: stop and name it, or leave it out and keep its name."""
+"""What to do about a picture that cannot be read: stop and name it, or leave it out and list it in `skipped`."""
 
 
 class DataError(FileError):
@@ -69,7 +69,7 @@ class TestSet(ABC):
         origin: Where the images come from, for the record: files, or a generator and its seed.
     """
 
-    __test__ = False  # the name begins like a test case's; test collectors look here
+    __test__ = False  # the name begins like a test case's; test collectors read this
 
     name: str
     classes: tuple[str, ...]

@@ -4,7 +4,7 @@ The paper's section on video frames. The set (Shankar et al. 2019) has 1,109 anc
 classes. A network's 1,000 ImageNet outputs become the 30 classes by max-conversion: softmax, then for each class the
 largest probability among the ImageNet classes that map to it. The official folder holds
 
-    metadata/pmsets.json                 anchor frame → the frames that look like it
+    metadata/pmsets.json                 anchor frame → similar frames
     metadata/labels.json                 frame → list of right classes
     misc/wnid_map.json                   ImageNet id → VID id
     misc/imagenet_class_index.json       output → [id, name]
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,11 +26,14 @@ import torch
 from torch import Tensor
 
 from testtime.data import cifar
-from testtime.data.folder import PictureSet
+from testtime.data.family import Family, Root
+from testtime.data.folder import PictureSet, check_pictures
+from testtime.data.paths import data_root, read_json, within
 from testtime.data.pictures import Resize
-from testtime.data.places import data_root, read_json, within
 from testtime.data.sets import DataError, OnBad
+from testtime.progress import Progress
 
+FOLDER = "imagenet-vid-robust"
 ANCHORS = 1_109
 BACKGROUND = "n00001740"
 
@@ -90,11 +93,12 @@ class Cifar7Set(PictureSet):
 
 
 def load(
-    root: str | os.PathLike[str] | None = None,
+    root: Root = None,
     size: int = 224,
     resize: Resize | None = None,
     threads: int | None = None,
     on_bad: OnBad | None = None,
+    progress: Progress | None = None,
 ) -> VidSet:
     """VID-Robust's anchor frames with their 30 classes, for a network trained on ImageNet.
 
@@ -104,6 +108,7 @@ def load(
         resize: See `pictures.fit_picture`.
         threads: Frames decoded at once; None takes one for each core.
         on_bad: See `folder.load`.
+        progress: See `folder.load`.
 
     Raises:
         DataError: It is not there, or one of its files is damaged or does not fit the others.
@@ -118,15 +123,16 @@ def load(
     frames.right = right
     frames.groups = layout.groups
     frames.origin = f"official files ({layout.folder.name})"
-    return frames if on_bad is None else frames.check(on_bad)
+    return frames if on_bad is None else frames.check(on_bad, progress)
 
 
 def load_cifar7(
-    root: str | os.PathLike[str] | None = None,
+    root: Root = None,
     size: int = 32,
     resize: Resize | None = "stretch",
     threads: int | None = None,
     on_bad: OnBad | None = None,
+    progress: Progress | None = None,
 ) -> Cifar7Set:
     """VID-Robust's anchor frames of the seven classes that CIFAR-10 has, for a network trained on CIFAR-10.
 
@@ -138,6 +144,7 @@ def load_cifar7(
         resize: See `pictures.fit_picture`; the whole frame is scaled unless this is a length.
         threads: Frames decoded at once; None takes one for each core.
         on_bad: See `folder.load`.
+        progress: See `folder.load`.
 
     Raises:
         DataError: It is not there, or one of its files is damaged or does not fit the others.
@@ -147,25 +154,25 @@ def load_cifar7(
     if missing:
         raise DataError(layout.folder / "misc/imagenet_vid_class_index.json", f"lacks the class {missing[0]}")
     column = {layout.ids.index(vid): seventh for seventh, (vid, _) in enumerate(CIFAR7.values())}
-    kept = {frame: [column[k] for k in found if k in column] for frame, found in layout.right.items()}
-    kept = {frame: found for frame, found in kept.items() if found}
-    if not kept:
+    chosen = {frame: [column[k] for k in found if k in column] for frame, found in layout.right.items()}
+    chosen = {frame: found for frame, found in chosen.items() if found}
+    if not chosen:
         raise DataError(layout.folder / "metadata/labels.json", "has no frame of the seven CIFAR-10 classes")
-    right = torch.zeros(len(kept), len(CIFAR7), dtype=torch.bool, device="cpu")
-    for row, found in enumerate(kept.values()):
+    right = torch.zeros(len(chosen), len(CIFAR7), dtype=torch.bool, device="cpu")
+    for row, found in enumerate(chosen.values()):
         right[row, found] = True
-    labels = torch.tensor([found[0] for found in kept.values()], dtype=torch.int64, device="cpu")
-    frames = Cifar7Set("vid-cifar7", layout.folder, list(kept), labels, tuple(CIFAR7), size, resize, threads)
+    labels = torch.tensor([found[0] for found in chosen.values()], dtype=torch.int64, device="cpu")
+    frames = Cifar7Set("vid-cifar7", layout.folder, list(chosen), labels, tuple(CIFAR7), size, resize, threads)
     frames.right = right
     frames.origin = f"official files ({layout.folder.name})"
-    return frames if on_bad is None else frames.check(on_bad)
+    return frames if on_bad is None else frames.check(on_bad, progress)
 
 
-def find(root: str | os.PathLike[str] | None = None) -> Path | None:
+def find(root: Root = None) -> Path | None:
     """The official folder from which VID-Robust would be read, or None."""
     root = data_root(root)
-    places = (root / "imagenet-vid-robust", root / "vid-robust", root)
-    return next((place for place in places if (place / "metadata").is_dir() and (place / "misc").is_dir()), None)
+    paths = (root / FOLDER, root / "vid-robust", root)
+    return next((path for path in paths if (path / "metadata").is_dir() and (path / "misc").is_dir()), None)
 
 
 @dataclass(frozen=True)
@@ -179,10 +186,10 @@ class _Layout:
     right: dict[str, list[int]]
 
 
-def _read_layout(root: str | os.PathLike[str] | None) -> _Layout:
+def _read_layout(root: Root) -> _Layout:
     folder = find(root)
     if folder is None:
-        raise DataError(data_root(root), "holds no imagenet-vid-robust folder with metadata and misc")
+        raise DataError(data_root(root), f"holds no {FOLDER} folder with metadata and misc")
     outputs_path = folder / "misc/imagenet_class_index.json"
     outputs = {identity: number for number, (identity, _) in _read_index(outputs_path, folder).items()}
     classes_path = folder / "misc/imagenet_vid_class_index.json"
@@ -258,3 +265,32 @@ def _object(path: Path, tree: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or not found:
         raise DataError(path, "not a JSON object with entries")
     return found
+
+
+def _find_fault(root: Root, path: Path) -> str | None:
+    frames = load(root)
+    return None if len(frames) == ANCHORS else f"has {len(frames):,} anchor frames, all are {ANCHORS:,}"
+
+
+VID_ROBUST = Family(
+    "vid-robust",
+    "VID-Robust: 1,109 video frames, 30 classes, for ImageNet networks",
+    lambda part, root, split, **options: load(root, **options),
+    lambda parts, root, progress: check_pictures([lambda: load(root)], progress),
+    find=find,
+    find_fault=_find_fault,
+    folder=FOLDER,
+    elsewhere="VID-Robust is at https://modestyachts.github.io/natural-perturbations-website; extract it to "
+    f"{{root}}/{FOLDER}",
+    sized=True,
+    pictures=True,
+)
+
+VID_CIFAR7 = replace(
+    VID_ROBUST,
+    name="vid-cifar7",
+    what="VID-Robust's frames of 7 classes at 32×32, for CIFAR-10 networks",
+    open=lambda part, root, split, **options: load_cifar7(root, **options),
+    check=lambda parts, root, progress: check_pictures([lambda: load_cifar7(root)], progress),
+    sized=False,
+)

@@ -1,12 +1,15 @@
-"""When Test-Time Training helps: the correlation of the two tasks' gradients (paper, sections 3 and 4).
+"""When Test-Time Training helps (paper, sections 3 and 4).
 
-gradients.py    the gradients of single images, as inner products
-correlation.py  `gradient_correlation`: a network on a test set
-study.py        the same on many sets, kept in one file; `python -m testtime.analysis` runs it
+measure.py         `diagnose`: a network on images without labels
+verdict.py         what follows from that, in words
+gradients.py       the gradients of single images, as inner products
+correlation.py     `gradient_correlation`: how far the two tasks' gradients agree on a test set
+gradient_study.py  the same on many sets, stored in one file
+theory.py          the theorem of section 4, checked on a linear model
 """
 
-from testtime.analysis.correlation import Agreement, Correlation, gradient_correlation
-from testtime.analysis.study import StudyError, name_sets, open_for, read_study, run_study
+from testtime.diagnosis.correlation import Agreement, Correlation, gradient_correlation
+from testtime.diagnosis.gradient_study import StudyError, name_sets, open_for, read_gradient_study, run_study
 
 __all__ = [
     "Agreement",
@@ -15,6 +18,6 @@ __all__ = [
     "gradient_correlation",
     "name_sets",
     "open_for",
-    "read_study",
+    "read_gradient_study",
     "run_study",
 ]

@@ -18,7 +18,6 @@ is. `Agreement` holds a mean with its standard error, for the whole encoder and 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -28,18 +27,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from testtime import tasks
-from testtime.analysis.gradients import ImageGradients, Products, freeze, join_features, name_layers, split_views
-from testtime.capture import Captured, Precision, arithmetic, check_precision
 from testtime.data.sets import TestSet
+from testtime.diagnosis.gradients import ImageGradients, Products, freeze, join_features, name_layers, split_views
+from testtime.kernels.graphs import Captured, can_record, record
 from testtime.networks.ynet import YNet
+from testtime.precision import Precision, arithmetic, check_precision
+from testtime.progress import Progress
 from testtime.tasks import Task
 
 BATCH = 128
 CONFIDENT = 0.9
 SINGLE = 1000
 STAND_IN, BALANCE = -2, -1  # places of the two losses without labels among those of a batch
-
-Progress = Callable[[int, int, str], None]
 
 
 class Layer(NamedTuple):
@@ -121,8 +120,8 @@ class Correlation:
         return plain
 
 
-class Sight(NamedTuple):
-    """What a network says of a batch of N images, without chance.
+class Outputs(NamedTuple):
+    """The outputs of a network for a batch of N images.
 
     Attributes:
         logits: Class logits, `(N, K)`.
@@ -137,13 +136,13 @@ class Sight(NamedTuple):
     targets: Tensor
 
     @staticmethod
-    def join(parts: Sequence[Sight]) -> Sight:
+    def join(parts: Sequence[Outputs]) -> Outputs:
         """One for the images of several, in their order, on the CPU."""
-        return Sight(*(torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True)))
+        return Outputs(*(torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True)))
 
-    def pick(self, rows: Tensor) -> Sight:
+    def pick(self, rows: Tensor) -> Outputs:
         """Those of some of the images, by their places, int `(n,)`."""
-        return Sight(*(tensor[rows] for tensor in self))
+        return Outputs(*(tensor[rows] for tensor in self))
 
 
 def gradient_correlation(
@@ -169,11 +168,54 @@ def gradient_correlation(
         single: The first so many images are also measured one by one; 0 leaves that out.
         confident: From which probability of the predicted class on it stands in for a label.
         precision: "fp32" is exact; "tf32" is faster on a GPU.
-        progress: Told how many of how many images are done.
+        progress: Called with how many images are done, of how many.
 
     Raises:
         ValueError: An argument is out of range, the set is empty, or its labels are not the network's classes.
     """
+    _check(net, test_set, limit, batch, single, confident, precision)
+    count = len(test_set) if limit is None else min(limit, len(test_set))
+    if count == 0:
+        raise ValueError(f"{test_set.name} has no images to measure gradients on.")
+    single = min(single, count)
+    task = task or tasks.make(net.card.task)
+    device = next(net.parameters()).device
+
+    def advance(done: int) -> None:
+        if progress is not None:
+            progress(done, count + single, test_set.name)
+
+    with torch.inference_mode(False), arithmetic(precision, device):
+        meter = BatchGradients(net, task, confident)
+        truth = find_labels(test_set, net)
+        truth = None if truth is None else truth[:count]
+        found: list[tuple[Products, Outputs]] = []
+        for numbers, images, _ in test_set.chunks(batch, slice(count)):
+            own = None if truth is None else truth[numbers].to(device)
+            found.append(meter.measure(images.to(device), own))
+            advance(int(numbers[-1]) + 1)
+        by_batch = Products.join([products for products, _ in found])
+        outputs = Outputs.join([own for _, own in found])
+        by_image = None
+        if single:
+            guesses = outputs.logits.argmax(1)[:single]
+            wanted = guesses[None] if truth is None else torch.stack([truth[:single], guesses])
+            by_image = _measure_images(ImageGradients(net, task), test_set, wanted, lambda done: advance(count + done))
+    return _make_correlation(
+        test_set.name, list(name_layers(net.encoder)), by_batch, by_image, outputs, truth, batch, confident
+    )
+
+
+def _check(
+    net: YNet,
+    test_set: TestSet,
+    limit: int | None,
+    batch: int,
+    single: int,
+    confident: float,
+    precision: Precision,
+) -> None:
+    """Check the arguments of `gradient_correlation`."""
     for name, value, least in (("limit", limit, 1), ("batch", batch, 1), ("single", single, 0)):
         if value is not None and value < least:
             raise ValueError(f"`{name}` must be at least {least}, got {value}.")
@@ -183,54 +225,39 @@ def gradient_correlation(
         raise ValueError(f'`precision` must be "fp32" or "tf32" here, got {precision!r}.')
     if net.channels is not None and test_set.shape[0] != net.channels:
         raise ValueError(f"{test_set.name} has {test_set.shape[0]} channels, the network takes {net.channels}.")
-    count = len(test_set) if limit is None else min(limit, len(test_set))
-    if count == 0:
-        raise ValueError(f"{test_set.name} has no images to measure gradients on.")
-    single = min(single, count)
-    task = task or tasks.make(net.card.task)
-    device = next(net.parameters()).device
 
-    def tell(done: int) -> None:
-        if progress is not None:
-            progress(done, count + single, test_set.name)
 
-    with torch.inference_mode(False), arithmetic(precision, device):
-        meter = BatchGradients(net, task, confident)
-        truth = find_labels(test_set, net)
-        truth = None if truth is None else truth[:count]
-        found: list[tuple[Products, Sight]] = []
-        for numbers, images, _ in test_set.chunks(batch, slice(count)):
-            own = None if truth is None else truth[numbers].to(device)
-            found.append(meter.measure(images.to(device), own))
-            tell(int(numbers[-1]) + 1)
-        by_batch = Products.join([products for products, _ in found])
-        sight = Sight.join([own for _, own in found])
-        by_image = None
-        if single:
-            guesses = sight.logits.argmax(1)[:single]
-            wanted = guesses[None] if truth is None else torch.stack([truth[:single], guesses])
-            by_image = _measure_images(ImageGradients(net, task), test_set, wanted, lambda done: tell(count + done))
-    top = sight.logits.softmax(1).amax(1)
+def _make_correlation(
+    name: str,
+    layers: list[str],
+    by_batch: Products,
+    by_image: Products | None,
+    outputs: Outputs,
+    truth: Tensor | None,
+    batch: int,
+    confident: float,
+) -> Correlation:
+    """Sum up what was measured."""
+    top = outputs.logits.softmax(1).amax(1)
     sure = top >= confident
-    names = list(name_layers(net.encoder))
     batch_sure = torch.stack([part.any() for part in sure.split(batch)])
-    entropy = torch.special.entr(sight.logits.double().softmax(1)).sum(1).mean()
+    entropy = torch.special.entr(outputs.logits.double().softmax(1)).sum(1).mean()
     return Correlation(
-        name=test_set.name,
-        images=count,
-        batch=None if truth is None else summarise(by_batch, 0, names),
-        single=None if truth is None or by_image is None else summarise(by_image, 0, names),
-        stand_in_batch=summarise(by_batch, STAND_IN, names, batch_sure),
-        stand_in_single=None if by_image is None else summarise(by_image, -1, names, sure[:single]),
-        balance=summarise(by_batch, BALANCE, names),
+        name=name,
+        images=len(outputs.logits),
+        batch=None if truth is None else summarise(by_batch, 0, layers),
+        single=None if truth is None or by_image is None else summarise(by_image, 0, layers),
+        stand_in_batch=summarise(by_batch, STAND_IN, layers, batch_sure),
+        stand_in_single=None if by_image is None else summarise(by_image, -1, layers, sure[: by_image.task.shape[1]]),
+        balance=summarise(by_batch, BALANCE, layers),
         confident=float(sure.double().mean()),
-        task_error=float((sight.answers != sight.targets).double().mean()),
-        task_loss=float(sight.losses.double().mean()),
-        task_confidence=float(torch.exp(-sight.losses[:, 0].double()).mean()),
+        task_error=float((outputs.answers != outputs.targets).double().mean()),
+        task_loss=float(outputs.losses.double().mean()),
+        task_confidence=float(torch.exp(-outputs.losses[:, 0].double()).mean()),
         confidence=float(top.double().mean()),
         entropy=float(entropy),
-        error=None if truth is None else float((sight.logits.argmax(1) != truth).double().mean()),
-        loss=None if truth is None else float(F.cross_entropy(sight.logits.double(), truth)),
+        error=None if truth is None else float((outputs.logits.argmax(1) != truth).double().mean()),
+        loss=None if truth is None else float(F.cross_entropy(outputs.logits.double(), truth)),
     )
 
 
@@ -269,7 +296,7 @@ def summarise(products: Products, which: int, names: list[str], keep: Tensor | N
 
 
 class BatchGradients:
-    """Inner products of the gradients of the two mean losses of a batch; on CUDA replayed from a graph.
+    """Inner products of the gradients of the two mean losses of a batch.
 
     Args:
         net: The network; it is copied.
@@ -284,8 +311,8 @@ class BatchGradients:
         self._parameters = dict(self.net.encoder.named_parameters())
         self._graphs: dict[tuple[Any, ...], Captured | None] = {}
 
-    def measure(self, images: Tensor, labels: Tensor | None) -> tuple[Products, Sight]:
-        """The inner products of one batch, and what the network says of its images.
+    def measure(self, images: Tensor, labels: Tensor | None) -> tuple[Products, Outputs]:
+        """The inner products of one batch, and the network's outputs for its images.
 
         Args:
             images: `(N, C, H, W)` on the network's device.
@@ -293,33 +320,23 @@ class BatchGradients:
 
         Returns:
             Products with N = 1: with the labels, if there are any, with the stand-ins, and with the balance; and the
-            sight.
+            outputs.
         """
         inputs = (images,) if labels is None else (images, labels)
         key = (*images.shape, images.dtype, labels is None)
         with torch.inference_mode(False), torch.enable_grad():
-            if not images.is_cuda:
-                found = self._compute(*inputs)
-            else:
-                found = self._replay(key, inputs)
-        return Products(*found[:3]), Sight(*found[3:])
-
-    def _replay(self, key: tuple[Any, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if key not in self._graphs:
-            try:
-                self._graphs[key] = Captured(self._compute, *inputs)
-            except RuntimeError as error:
-                self._graphs[key] = None
-                warnings.warn(f"CUDA graph capture failed, going on without it: {error}", stacklevel=2)
-        graph = self._graphs[key]
-        return self._compute(*inputs) if graph is None else graph(*inputs)
+            if can_record(images.device) and key not in self._graphs:
+                self._graphs[key] = record(lambda: Captured(self._compute, *inputs))
+            graph = self._graphs.get(key) or self._compute
+            found = graph(*inputs)
+        return Products(*found[:3]), Outputs(*found[3:])
 
     def _compute(self, images: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
         others, targets, shared = split_views(self.task, images)
         plain = self.net.encoder(self.net.normalise(images))
         features = join_features(plain, self.net.encoder(self.net.normalise(others)), shared)
-        outputs = self.net.ssl(features)
-        losses = self.task.loss(outputs, targets.flatten()).view(targets.shape)
+        answers = self.net.ssl(features)
+        losses = self.task.loss(answers, targets.flatten()).view(targets.shape)
         logits = self.net.classifier(plain).float()
         probabilities = logits.detach().softmax(1)
         sure = (probabilities.amax(1) >= self.confident).float()
@@ -336,7 +353,7 @@ class BatchGradients:
             self._sums(task, task).unsqueeze(1),
             logits.detach(),
             losses.detach(),
-            outputs.detach().argmax(1).view(targets.shape),
+            answers.detach().argmax(1).view(targets.shape),
             targets,
         )
 
@@ -352,13 +369,13 @@ class BatchGradients:
         return torch.stack([torch.stack([own[name] for name in names]).sum() for names in self.layers.values()])
 
 
-def see(net: YNet, task: Task, images: Tensor) -> Sight:
-    """What a network in evaluation mode says of images `(N, C, H, W)`."""
+def observe(net: YNet, task: Task, images: Tensor) -> Outputs:
+    """The outputs of a network in evaluation mode for images `(N, C, H, W)`."""
     views, targets = task.probe(images)
     outputs = net.self_supervise(views)
     targets = targets.view(len(images), -1)
     losses = task.loss(outputs, targets.flatten()).view(targets.shape)
-    return Sight(net(images).float(), losses, outputs.argmax(1).view(targets.shape), targets)
+    return Outputs(net(images).float(), losses, outputs.argmax(1).view(targets.shape), targets)
 
 
 def find_labels(test_set: TestSet, net: YNet) -> Tensor | None:
@@ -382,12 +399,14 @@ def find_labels(test_set: TestSet, net: YNet) -> Tensor | None:
     return labels
 
 
-def _measure_images(meter: ImageGradients, test_set: TestSet, labels: Tensor, tell: Callable[[int], None]) -> Products:
+def _measure_images(
+    meter: ImageGradients, test_set: TestSet, labels: Tensor, advance: Callable[[int], None]
+) -> Products:
     """The first images of a set one by one."""
     device, found = next(meter.net.parameters()).device, []
     for numbers, images, _ in test_set.chunks(meter.chunk, slice(labels.shape[1])):
         found.append(meter.products(images.to(device), labels[:, numbers].to(device)))
-        tell(int(numbers[-1]) + 1)
+        advance(int(numbers[-1]) + 1)
     return Products.join(found)
 
 

@@ -1,19 +1,13 @@
-"""Gradient correlation on many test sets, kept in one file.
+"""Gradient correlation on many test sets, stored in one file: what `testtime gradients` runs.
 
-    python -m testtime.analysis --checkpoint NET --data cifar10-c --device cuda --out correlations.json
-
-needs the core alone. The file is written whole after every set; run again, only the missing sets are measured.
+The file is written whole after every set; another run measures only the missing sets.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +15,6 @@ import torch
 from torch import Tensor
 
 from testtime import data as datasets
-from testtime.analysis.correlation import BATCH, CONFIDENT, SINGLE, Correlation, gradient_correlation
-from testtime.capture import Precision
 from testtime.checks import (
     Kind,
     check_entries,
@@ -32,16 +24,14 @@ from testtime.checks import (
     is_table_of,
     is_text,
 )
-from testtime.data import registry
+from testtime.data import families
 from testtime.data.sets import DerivedSet, OnBad, TensorSet, TestSet
-from testtime.ending import tell_stopped, was_interrupted
-from testtime.machine import describe_machine
-from testtime.networks.ynet import CheckpointError, YNet, load
-from testtime.storage import FileError, find_differences, printable, read_json, write_whole
-
-log = logging.getLogger(__name__)
-
-Told = Callable[[int, int, Correlation, float], None]
+from testtime.diagnosis.correlation import BATCH, CONFIDENT, SINGLE, Correlation, gradient_correlation
+from testtime.networks.ynet import YNet
+from testtime.precision import Precision
+from testtime.progress import Progress, read_ahead
+from testtime.provenance import describe_machine, find_differences
+from testtime.storage import FileError, read_json, write_whole
 
 _READ = 1000
 _FORMAT = 2  # 1 had no balance
@@ -73,7 +63,7 @@ def name_sets(patterns: Iterable[str]) -> list[str]:
     """
     found: dict[str, None] = {}
     for text in patterns:
-        found.update(dict.fromkeys([text] if registry.is_folder(text) else datasets.expand(text)))
+        found.update(dict.fromkeys([text] if families.is_folder(text) else datasets.expand(text)))
     return list(found)
 
 
@@ -82,24 +72,24 @@ def open_for(
     data: str,
     root: str | Path | None = None,
     on_bad: OnBad | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> TestSet:
     """A test set as a network takes it.
 
     Args:
         net: The network.
         data: A set's name, or a folder of pictures.
-        root: Where data sets are looked for.
+        root: Folder of the data sets.
         on_bad: What to do about a picture of a folder that cannot be read; None finds out when it is read.
-        progress: Told how many of how many pictures of a folder have been looked at for that.
+        progress: Called while the pictures of a folder are checked, for `on_bad`.
 
     Raises:
         ValueError: There is no such set, or it has other classes than the network.
         DataError: It is not there or damaged.
     """
-    family, card, options = data.split("/", 1)[0], net.card, {}
-    is_folder = registry.is_folder(data)
-    if card.size is not None and (is_folder or family.startswith(registry.SIZED)):
+    card, options = net.card, {}
+    is_folder = families.is_folder(data)
+    if card.size is not None and (is_folder or families.find(data).sized):
         options["size"] = card.size
     if not is_folder:
         return datasets.open(data, root, **options)
@@ -143,7 +133,7 @@ def run_study(
     single: int = SINGLE,
     confident: float = CONFIDENT,
     precision: Precision = "fp32",
-    tell: Told | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure gradient correlation on the sets that a file does not hold yet.
 
@@ -151,13 +141,13 @@ def run_study(
         net: The network, on the device to compute on.
         names: The sets.
         out: The file. It must be of the same network and settings, if it is there.
-        root: Where data sets are looked for.
+        root: Folder of the data sets.
         limit: Only the first so many images of each set.
         batch: See `gradient_correlation`.
         single: See there.
         confident: See there.
         precision: See there.
-        tell: Told after every set how many of how many there are, what was found, and the seconds it took.
+        progress: Called after every set with how many are done, of how many, and the result as text.
 
     Returns:
         What the file holds.
@@ -172,7 +162,7 @@ def run_study(
     configuration = {"format": _FORMAT, "network": net.fingerprint(), "architecture": net.card.architecture, **settings}
     sets = {name: open_for(net, name, root) for name in dict.fromkeys(names)}
     marks = {name: test_set.fingerprint() for name, test_set in sets.items()}
-    study = read_study(path) if path.exists() else {"configuration": configuration, "sets": {}}
+    study = read_gradient_study(path) if path.exists() else {"configuration": configuration, "sets": {}}
     different = find_differences(study["configuration"], configuration)
     if different:
         raise StudyError(path, f"another study ({'; '.join(different)})", "write to another file")
@@ -181,8 +171,9 @@ def run_study(
             raise StudyError(path, f"was made with other images of {name}", "write to another file")
     study |= describe_machine(next(net.parameters()).device)
     missing = {name: test_set for name, test_set in sets.items() if name not in study["sets"]}
+    held = ((name, _hold(test_set, limit)) for name, test_set in missing.items())
     begin = time.perf_counter()
-    for place, (name, test_set) in enumerate(_read_ahead(missing, limit), start=1):
+    for place, (name, test_set) in enumerate(read_ahead(held), start=1):
         found = gradient_correlation(
             net,
             None,
@@ -197,13 +188,14 @@ def run_study(
         own = {"name": name, "fingerprint": marks[name], "seconds": round(seconds, 3)}
         study["sets"][name] = found.describe() | own
         write_whole(path, json.dumps(study, indent=1, allow_nan=False) + "\n")
-        if tell is not None:
-            tell(len(sets) - len(missing) + place, len(sets), found, seconds)
+        if progress is not None:
+            text = f"{format_correlation(found)}  {seconds:.1f} s"
+            progress(len(sets) - len(missing) + place, len(sets), text)
         begin = time.perf_counter()
     return study
 
 
-def read_study(path: str | Path) -> dict[str, Any]:
+def read_gradient_study(path: str | Path) -> dict[str, Any]:
     """A study's file.
 
     Raises:
@@ -222,6 +214,14 @@ def read_study(path: str | Path) -> dict[str, Any]:
     return study
 
 
+def format_correlation(found: Correlation) -> str:
+    """A result in one line."""
+    true = "" if found.batch is None else f"inner {found.batch.inner:+.4g}  cosine {found.batch.cosine:+.3f}  "
+    unlabelled = {"stand-in": found.stand_in_batch, "balance": found.balance}
+    guess = "".join(f"{name} {one.cosine:+.3f}  " for name, one in unlabelled.items() if one is not None)
+    return f"{found.name}  {true}{guess}{found.images:,} images"
+
+
 def _is_value(value: Any) -> bool:
     """Whether a value is nothing or a number that can be computed with; a network may lead to large ones."""
     return value is None or (is_number(value) and abs(value) < 1e40)
@@ -233,70 +233,11 @@ def _is_agreement(value: Any) -> bool:
     )
 
 
-def _read_ahead(sets: dict[str, TestSet], limit: int | None) -> Iterator[tuple[str, TestSet]]:
-    """The sets in memory, each read while the one before is measured: corrupting images takes time as well."""
-
-    def read(test_set: TestSet) -> TestSet:
-        if test_set.right is not None or isinstance(test_set, TensorSet):
-            return test_set
-        count = len(test_set) if limit is None else min(limit, len(test_set))
-        images = torch.cat([chunk.images for chunk in test_set.chunks(_READ, slice(count))])
-        labels = None if test_set.labels is None else test_set.labels[:count]
-        return TensorSet(test_set.name, images, labels, test_set.classes)
-
-    with ThreadPoolExecutor(1) as reader:
-        names = list(sets)
-        coming = reader.submit(read, sets[names[0]]) if names else None
-        for place, name in enumerate(names):
-            assert coming is not None
-            here = coming.result()
-            coming = reader.submit(read, sets[names[place + 1]]) if place + 1 < len(names) else None
-            yield name, here
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line of a study, with the core's means; gives the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m testtime.analysis",
-        description="Measure how far the gradients of the two tasks agree on test sets. Run again to go on.",
-    )
-    parser.add_argument("--checkpoint", required=True, help="jointly trained network: a file, or a shipped one's name")
-    parser.add_argument("--data", required=True, nargs="+", help="sets: cifar10-c, digits-c/*/5, a folder, …")
-    parser.add_argument("--out", required=True, type=Path, help="JSON file; if it holds a part, the rest is measured")
-    parser.add_argument("--data-root", type=Path, help="where data sets are ($TESTTIME_DATA)")
-    parser.add_argument("--limit", type=int, help="only the first so many images of each set")
-    parser.add_argument("--batch", type=int, default=BATCH, help="images in a batch (128)")
-    parser.add_argument("--single", type=int, default=SINGLE, help="so many images also one by one (1000)")
-    parser.add_argument("--confident", type=float, default=CONFIDENT, help="when a prediction stands in (0.9)")
-    parser.add_argument("--precision", choices=("fp32", "tf32"), default="fp32")
-    parser.add_argument("--device", default="cpu")
-    options = parser.parse_args(arguments)
-
-    def tell(done: int, total: int, found: Correlation, seconds: float) -> None:
-        true = "" if found.batch is None else f"inner {found.batch.inner:+.4g}  cosine {found.batch.cosine:+.3f}  "
-        own = {"stand-in": found.stand_in_batch, "balance": found.balance}
-        guess = "".join(f"{name} {one.cosine:+.3f}  " for name, one in own.items() if one is not None)
-        name, images = printable(found.name), f"{found.images:,} images"
-        print(f"{done}/{total}  {name}  {true}{guess}{images}  {seconds:.1f} s", flush=True)
-
-    try:
-        net = load(options.checkpoint).to(options.device)
-        names = name_sets(options.data)
-        run_study(
-            net,
-            names,
-            options.out,
-            root=options.data_root,
-            limit=options.limit,
-            batch=options.batch,
-            single=options.single,
-            confident=options.confident,
-            precision=options.precision,
-            tell=tell,
-        )
-    except (KeyboardInterrupt, CheckpointError, ValueError, OSError, RuntimeError, AssertionError) as error:
-        if was_interrupted(error):
-            return tell_stopped()
-        print(f"error: {printable(str(error)) or type(error).__name__}", file=sys.stderr)
-        return 1
-    return 0
+def _hold(test_set: TestSet, limit: int | None) -> TestSet:
+    """A set with its images in memory, where that is possible."""
+    if test_set.right is not None or isinstance(test_set, TensorSet):
+        return test_set
+    count = len(test_set) if limit is None else min(limit, len(test_set))
+    images = torch.cat([chunk.images for chunk in test_set.chunks(_READ, slice(count))])
+    labels = None if test_set.labels is None else test_set.labels[:count]
+    return TensorSet(test_set.name, images, labels, test_set.classes)

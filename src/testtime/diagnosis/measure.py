@@ -1,6 +1,6 @@
-"""Will Test-Time Training help on these images? What can be told without labels, and a verdict in words.
+"""Will Test-Time Training help on these images? What can be said without labels, and a verdict in words.
 
-`diagnose` looks at a network and a set of images, and answers with a `Diagnosis`:
+`diagnose` takes a network and a set of images, and returns a `Diagnosis`:
 
     task        error and loss of the self-supervised task, against the training data's (`Reference`), and whether the
                 loss drifts along the stream
@@ -29,30 +29,29 @@ from torch import Tensor
 
 from testtime import data as datasets
 from testtime import tasks
-from testtime.adapt import gate
-from testtime.adapters import Online
-from testtime.analysis.correlation import (
+from testtime.adaptation.adapters import Online
+from testtime.adaptation.guard import gate
+from testtime.adaptation.prediction import Prediction
+from testtime.augment import CropFlip
+from testtime.data.sets import DataError, TestSet
+from testtime.diagnosis.correlation import (
     BALANCE,
     STAND_IN,
     Agreement,
     BatchGradients,
-    Sight,
+    Outputs,
     find_labels,
-    see,
+    observe,
     summarise,
 )
-from testtime.analysis.gradients import Products, freeze
-from testtime.analysis.study import open_for
-from testtime.augment import CropFlip
-from testtime.capture import arithmetic
-from testtime.data.sets import DataError, TestSet
-from testtime.evaluate import stream_order
+from testtime.diagnosis.gradient_study import open_for
+from testtime.diagnosis.gradients import Products, freeze
+from testtime.diagnosis.verdict import Diagnosis, Estimate, Hints, Reference, Trial, Verdict, judge
+from testtime.evaluation.records import stream_order
 from testtime.networks.ynet import YNet
-from testtime.prediction import Prediction
+from testtime.precision import arithmetic
+from testtime.progress import Progress
 from testtime.tasks import Rotation, Task
-from testtime.verdict import Diagnosis, Estimate, Hints, Reference, Trial, Verdict, judge
-
-Progress = Callable[[int, int, str], None]
 
 LIMIT = 500
 TRIAL = 200
@@ -74,11 +73,11 @@ def diagnose(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Look at images without their labels and say whether adapting to them is likely to help.
+    """Inspect images without their labels and say whether adapting to them is likely to help.
 
-    A set with more than `limit` images is looked at in even steps from its beginning to its end. The trial takes some
-    of them in random order (in the set's own order where that is what it tests), and learns from each in its four
-    turns, without crops: what it measures is whether the task can be learned here at all.
+    Of a set with more than `limit` images, evenly spaced ones are taken from its beginning to its end. The trial takes
+    some of them in random order (in the set's own order where that is what it tests), and learns from each in its four
+    rotations, without crops: what it measures is whether the task can be learned here at all.
 
     Args:
         net: A jointly trained network; it is not changed.
@@ -90,7 +89,7 @@ def diagnose(
         lr: Learning rate of the trial.
         threshold: The gate's threshold, to say how many images it would let through.
         seed: Seed of the trial.
-        progress: Told how many of how many images are done.
+        progress: Called with how many images are done, of how many.
 
     Raises:
         ValueError: There are too few images, an argument is out of range, or the images do not fit the network.
@@ -111,16 +110,16 @@ def diagnose(
     numbers = _spread(len(test_set), count)
     labels = find_labels(test_set, net)
 
-    def tell(done: int) -> None:
+    def advance(done: int) -> None:
         if progress is not None:
             progress(done, count + trial, test_set.name)
 
     chosen = _spread(count, trial) if test_set.ordered else stream_order(count, seed)[:trial]
     with torch.inference_mode(False), arithmetic("fp32", next(net.parameters()).device):
-        found = look(net, task, test_set, numbers, labels, tell)
-        seen = found.sight.pick(chosen)
-        stream = _try(learner, test_set, numbers[chosen], seen, labels, lambda done: tell(count + done))
-        measured = _measure_task(found.sight, task, threshold)
+        found = inspect_images(net, task, test_set, numbers, labels, advance)
+        seen = found.outputs.pick(chosen)
+        stream = _try(learner, test_set, numbers[chosen], seen, labels, lambda done: advance(count + done))
+        measured = _measure_task(found.outputs, task, threshold)
     about: dict[str, Any] = {
         "name": test_set.name,
         "images": count,
@@ -140,12 +139,12 @@ def diagnose(
 def diagnose_all(
     net: YNet, sets: Sequence[TestSet], *, progress: Progress | None = None, **options: Any
 ) -> list[Diagnosis]:
-    """Diagnose several sets; on a CPU side by side, each on one core, since their steps are too small to share.
+    """Diagnose several sets; on a CPU concurrently, each on one core, since their steps are too small to share.
 
     Args:
         net: The network.
         sets: The sets.
-        progress: Told how many of how many images of all sets are done.
+        progress: Called with how many images of all sets are done, of how many.
         **options: What `diagnose` takes.
 
     Raises:
@@ -154,13 +153,13 @@ def diagnose_all(
     done, totals, lock = [0] * len(sets), [0] * len(sets), threading.Lock()
 
     def one(place: int) -> Diagnosis:
-        def tell(images: int, total: int, text: str) -> None:
+        def advance(images: int, total: int, text: str) -> None:
             with lock:
                 done[place], totals[place] = images, total
                 if progress is not None:
                     progress(sum(done), sum(own or total for own in totals), text)
 
-        return diagnose(net, sets[place], progress=tell, **options)
+        return diagnose(net, sets[place], progress=advance, **options)
 
     threads = torch.get_num_threads()
     if len(sets) == 1 or threads == 1 or next(net.parameters()).device.type != "cpu":
@@ -174,10 +173,10 @@ def diagnose_all(
             raise
 
 
-class Look(NamedTuple):
-    """What can be seen of images without learning from them."""
+class Inspection(NamedTuple):
+    """What can be said of images without learning from them."""
 
-    sight: Sight
+    outputs: Outputs
     hints: Hints
     confident: float
     agreement: Agreement | None
@@ -185,26 +184,26 @@ class Look(NamedTuple):
     true_agreement: Agreement | None
 
 
-def look(
-    net: YNet, task: Task, test_set: TestSet, numbers: Tensor, labels: Tensor | None, tell: Callable[[int], None]
-) -> Look:
-    """Look at some samples of a set; `labels` are those of the whole set, or None."""
+def inspect_images(
+    net: YNet, task: Task, test_set: TestSet, numbers: Tensor, labels: Tensor | None, advance: Callable[[int], None]
+) -> Inspection:
+    """Inspect some samples of a set; `labels` are those of the whole set, or None."""
     device = next(net.parameters()).device
     meter = BatchGradients(net, task)
-    found: list[tuple[Products, Sight]] = []
+    found: list[tuple[Products, Outputs]] = []
     pictures: list[Tensor] = []
     for part, images, _ in test_set.chunks(BATCH, numbers):
         if net.channels is not None and images.shape[1] != net.channels:
             raise ValueError(f"{test_set.name} has {images.shape[1]} channels, the network takes {net.channels}.")
         found.append(meter.measure(images.to(device), None if labels is None else labels[part].to(device)))
         pictures.append(images.float().mean(1))
-        tell(sum(map(len, pictures)))
-    sight = Sight.join([own for _, own in found])
+        advance(sum(map(len, pictures)))
+    outputs = Outputs.join([own for _, own in found])
     products = Products.join([own for own, _ in found])
-    sure = sight.logits.softmax(1).amax(1) >= meter.confident
+    sure = outputs.logits.softmax(1).amax(1) >= meter.confident
     names = list(meter.layers)
-    return Look(
-        sight,
+    return Inspection(
+        outputs,
         find_hints(torch.cat(pictures)),
         float(sure.double().mean()),
         summarise(products, STAND_IN, names, torch.stack([part.any() for part in sure.split(BATCH)])),
@@ -284,30 +283,30 @@ def find_reference(
 def measure_reference(net: YNet, test_set: TestSet, limit: int = LIMIT, source: str = "") -> Reference:
     """How easy the task is on a set."""
     task = tasks.make(net.card.task)
-    sights, pictures = [], []
+    parts, pictures = [], []
     device = next(net.parameters()).device
     with torch.no_grad(), arithmetic("fp32", device):
         still = freeze(net)
         for _, images, _ in test_set.chunks(BATCH, _spread(len(test_set), min(limit, len(test_set)))):
-            sights.append(see(still, task, images.to(device)))
+            parts.append(observe(still, task, images.to(device)))
             pictures.append(images.float().mean(1))
         hints = find_hints(torch.cat(pictures))
-    sight = Sight.join(sights)
-    error = float((sight.answers != sight.targets).double().mean())
-    return Reference(source or test_set.name, float(sight.losses.double().mean()), error, hints)
+    outputs = Outputs.join(parts)
+    error = float((outputs.answers != outputs.targets).double().mean())
+    return Reference(source or test_set.name, float(outputs.losses.double().mean()), error, hints)
 
 
-def _measure_task(sight: Sight, task: Task, threshold: float) -> dict[str, Any]:
+def _measure_task(outputs: Outputs, task: Task, threshold: float) -> dict[str, Any]:
     """What a diagnosis says of the task on the images seen."""
-    losses = sight.losses.mean(1)
-    turns = (sight.answers - sight.targets) % task.outputs  # (N, V): which way up the image is taken to be
+    losses = outputs.losses.mean(1)
+    turns = (outputs.answers - outputs.targets) % task.outputs  # (N, V): which way up the image is taken to be
     consistent = (turns == turns[:, :1]).all(1)
     return {
         "task_error": Estimate.of((turns != 0).double().mean(1)),
         "task_loss": Estimate.of(losses),
         "drift": _slope(losses),
         "threshold": threshold,
-        "gated": float(gate(torch.exp(-sight.losses[:, 0]), threshold).double().mean()),
+        "gated": float(gate(torch.exp(-outputs.losses[:, 0]), threshold).double().mean()),
         "consistent": float(consistent.double().mean()),
         "upright": float((turns[consistent, 0] == 0).double().mean()) if consistent.any() else None,
     }
@@ -317,25 +316,25 @@ def _try(
     learner: Online,
     test_set: TestSet,
     numbers: Tensor,
-    sight: Sight,
+    outputs: Outputs,
     labels: Tensor | None,
-    tell: Callable[[int], None],
+    advance: Callable[[int], None],
 ) -> Trial:
-    """Learn along some samples of a set; `sight` is what the unadapted network says of them."""
+    """Learn along some samples of a set; `outputs` is what the unadapted network says of them."""
     parts: list[Prediction] = []
     for part, images, _ in test_set.chunks(8, numbers):
         parts.append(learner.predict(images, part))
-        tell(sum(map(len, parts)))
+        advance(sum(map(len, parts)))
     answers = Prediction.join(parts)
     late = slice(len(numbers) // 2, None)
     now = answers.loss_before[late].cpu()
-    before, after = sight.logits.argmax(1), answers.classes.cpu()
+    before, after = outputs.logits.argmax(1), answers.classes.cpu()
     wrong = None if labels is None else [guess != labels[numbers] for guess in (before, after)]
     return Trial(
         images=len(numbers),
         steps=learner.settings.steps,
         lr=learner.settings.lr,
-        fall=Estimate.of(sight.losses.mean(1)[late] - now),
+        fall=Estimate.of(outputs.losses.mean(1)[late] - now),
         loss=Estimate.of(now),
         rolled_back=float(answers.rolled_back.double().mean()),
         changed=float((before != after).double().mean()),

@@ -1,7 +1,7 @@
 """What a diagnosis holds, and the verdict that follows from it, in words and with its uncertainty.
 
-`testtime.diagnose` measures; `judge` decides by a few rules that can be read below. Every number is a mean over images
-(or batches of them) with its standard error, and an interval is two of those to either side.
+measure.py measures; `judge` decides by a few rules that can be read below. Every number is a mean over images (or
+batches of them) with its standard error, and an interval is two of those to either side.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from testtime.analysis.correlation import Agreement
+from testtime.diagnosis.correlation import Agreement
 from testtime.storage import printable
 
 Kind = Literal["helps", "hurts", "little to gain", "trivial", "ill-defined", "unclear"]
@@ -284,7 +284,7 @@ def _direction(found: Diagnosis) -> int:
     return 1 if any(_cosine(own).low > 0 for own in known) else 0
 
 
-def tell(found: Diagnosis) -> str:
+def format_diagnosis(found: Diagnosis) -> str:
     """A diagnosis in lines of words."""
     head = f"{printable(found.name)}, {found.images:,} images\n{found.verdict.headline}"
     reasons = "".join(f"\n  – {reason}" for reason in found.verdict.reasons)

@@ -1,35 +1,37 @@
-"""Evaluation runs: methods × test sets × seeds, kept in a folder that can be taken up again and read by reports.
+"""Evaluation: records of an adapter on a test set, and runs of methods × test sets × seeds in a folder.
 
-units.py         the folder: one file for each finished unit, written whole or not at all; `open_run` reads it
-descriptions.py  what runs and units say of themselves, checked where it is read
-summary.py       runs without their records, in one small file; `open_runs` reads it, or a folder
-methods.py       the methods by name: a mode, a network, settings
-plan.py          what to run: from arguments, or from a study in TOML
-underway.py      what units that advance together have so far, so that a kill does not cost it
-workshop.py      the work of a unit
-run.py           running what is missing, in this process
-cluster.py       the same over Ray
+records.py             `evaluate`, a generator of records
+method_specs.py        how a run uses a method: a mode, a network, settings
+study.py, plan.py      what to run: from a TOML file, from arguments, or from both
+units.py               the folder of a run: one file for each finished unit; `open_run` reads it
+descriptions.py        what runs and units say of themselves, checked where it is read
+summary.py             runs without their records, in one small file; `open_runs` reads it, or a folder
+stream_checkpoints.py  checkpoints of units that advance together
+worker.py              the work of a unit
+schedule.py, run.py    running what is missing, in this process; ray.py: over Ray
+predict_files.py       picture files in, answers out
 """
 
-from testtime.runs.methods import Method
-from testtime.runs.plan import Plan, Source, make_plan, read_study, studies
-from testtime.runs.run import run_plan
-from testtime.runs.summary import open_runs, write_summary
-from testtime.runs.units import Run, RunError, Unit, open_run, tell
+from testtime.evaluation.method_specs import MethodSpec
+from testtime.evaluation.plan import Plan, SetSpec, make_plan
+from testtime.evaluation.run import run_plan
+from testtime.evaluation.study import read_study, studies
+from testtime.evaluation.summary import open_runs, write_summary
+from testtime.evaluation.units import Run, RunError, Unit, format_run, open_run
 
 __all__ = [
-    "Method",
+    "MethodSpec",
     "Plan",
     "Run",
     "RunError",
-    "Source",
+    "SetSpec",
     "Unit",
+    "format_run",
     "make_plan",
     "open_run",
     "open_runs",
     "read_study",
     "run_plan",
     "studies",
-    "tell",
     "write_summary",
 ]

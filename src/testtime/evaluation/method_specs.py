@@ -1,4 +1,4 @@
-"""The methods of a run: a mode, a network by its name, and settings, as a study or the command line gives them."""
+"""How a run uses methods: each by a name of its own, with a mode, a network and settings, from a study or arguments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from testtime import augment as augmentations
-from testtime.adapters import Adapter, Episodic, Fixed, Online
-from testtime.capture import Precision
+from testtime import tasks
+from testtime.adaptation.adapters import Adapter, Episodic, Fixed, Online
+from testtime.adaptation.methods import METHODS, Mode, find_method
+from testtime.adaptation.settings import Settings
+from testtime.adaptation.streams import Streams
 from testtime.checks import (
     Kind,
     check_entries,
@@ -21,12 +24,8 @@ from testtime.checks import (
     is_text,
     show,
 )
-from testtime.learner import PRESETS, Settings, find_preset
 from testtime.networks.ynet import YNet
-from testtime.streams import Streams
-from testtime.tasks import Rotation
-
-Mode = Literal["fixed", "episodic", "online"]
+from testtime.precision import Precision
 
 JOINT, BASELINE = "joint", "baseline"
 """The networks that options of their own give, `--checkpoint` and `--baseline`."""
@@ -41,7 +40,9 @@ _SETTINGS: dict[str, Kind] = {
     "precision": ("a text", is_text),
     "mirrored": ("true or false", is_flag),
     "augment": ("a table", is_table),
-    "turns": ("a text", is_text),
+    "task": ("a text or a table", lambda value: is_text(value) or is_table(value)),
+    "share": ("a text", is_text),
+    "statistics": ("a text", is_text),
 }
 _AUGMENT: dict[str, Kind] = {
     "name": ("a text", is_text),
@@ -52,36 +53,36 @@ _AUGMENT: dict[str, Kind] = {
     "flip": ("true or false", is_flag),
 }
 _ANSWERS = ("precision", "mirrored")  # the settings of a method that learns nothing
-_STEPS: dict[Mode, int] = {"fixed": 0, "episodic": 10, "online": 1}
-_LOOK = 4  # views of an image in one look at it: its four turns
 
 
 @dataclass(frozen=True)
-class Method:
-    """A way to predict a test set, by a name of its own.
+class MethodSpec:
+    """How a run uses a method, by a name of its own.
 
     Attributes:
         name: What it is called in the run.
         mode: `fixed`, `episodic` or `online`.
         network: Name of the network it starts from: `joint`, the `baseline` that was trained on classes only, or any
             other that the plan has a file for.
-        settings: Fields of `Settings` that differ from the defaults: steps, lr, copies, threshold, update, guard,
-            precision, mirrored; `augment` as a network's card has it; `turns`, "random" or "all", for the rotation
-            task. A method that learns nothing takes only precision and mirrored. A `threshold` may be a share of the
-            images, such as "20%": for each test set it is then the confidence of the network as it is that so many of
-            the images fall below. That looks at the whole unlabelled set once, before the first image is answered.
+        settings: Fields of `Settings` that differ from the method's own: steps, lr, copies, threshold, update, share,
+            statistics, guard, precision, mirrored; `augment` and `task` as name and arguments. One that learns nothing
+            takes only precision and mirrored. A `threshold` may be a share of the images, such as "20%": for each test
+            set it is then the confidence of the network as it is that so many of the images fall below. That looks at
+            the whole unlabelled set once, before the first image is answered.
+        method: What is learned, a name from `METHODS`.
     """
 
     name: str
     mode: Mode
     network: str = JOINT
     settings: Mapping[str, Any] = field(default_factory=dict)
+    method: str = "ttt"
 
     def __post_init__(self) -> None:
         check_name("The name of a method", self.name)
         try:
             self._check()
-            Settings(**(self if self.share is None else self.resolve(1.0))._arguments(0))
+            self._settings()
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.name}: {error}") from None
 
@@ -91,6 +92,8 @@ class Method:
         check_name("`network`", self.network)
         if "=" in self.network:
             raise ValueError(f"`network` must not have a =, got {self.network!r}.")
+        if not isinstance(self.method, str) or self.method not in METHODS:
+            raise ValueError(f"`method` must be one of {', '.join(METHODS)}, got {show(self.method)}.")
         for name in self.settings:
             if name not in _SETTINGS:
                 raise ValueError(f"no setting is called {show(name)}; there are {', '.join(_SETTINGS)}.")
@@ -106,14 +109,14 @@ class Method:
         threshold = self.settings.get("threshold")
         return read_share(threshold) if isinstance(threshold, str) else None
 
-    def resolve(self, threshold: float) -> Method:
-        """The same method with a number for its threshold."""
+    def resolve(self, threshold: float) -> MethodSpec:
+        """The same with a number for its threshold."""
         return replace(self, settings={**self.settings, "threshold": threshold})
 
-    def look_only(self, net: YNet) -> Adapter:
-        """An adapter that sees as this method does and learns nothing."""
+    def observe_only(self, net: YNet) -> Adapter:
+        """An adapter that observes as this one does and learns nothing."""
         settings = {**self.settings, "threshold": 1.0, "steps": 0}
-        return Method(self.name, "episodic", self.network, settings).make(net, 0, 1)
+        return replace(self, mode="episodic", settings=settings).make(net, 0, 1)
 
     def make(self, net: YNet, seed: int, parallel: int | Literal["auto"] = "auto") -> Adapter:
         """The adapter; its threshold must be a number."""
@@ -121,13 +124,12 @@ class Method:
             raise ValueError(f"{self.name}: a share of the images becomes a threshold only on a test set.")
         if self.mode == "fixed":
             return Fixed(net, **self.settings)
-        if self.mode == "episodic":
-            return Episodic(net, parallel=parallel, **self._arguments(seed))
-        return Online(net, **self._arguments(seed))
+        given: dict[str, Any] = {"method": self.method, **self._arguments(seed)}
+        return Episodic(net, parallel=parallel, **given) if self.mode == "episodic" else Online(net, **given)
 
     def make_streams(self, net: YNet, seed: int, count: int) -> Streams:
         """The same for `count` streams that advance together; for an online method whose threshold is a number."""
-        return Streams(net, count, **self._arguments(seed))
+        return Streams(net, count, method=self.method, **self._arguments(seed))
 
     def describe(self, net: YNet) -> dict[str, Any]:
         """What decides its answers on a network, defaults written out, as JSON could hold it."""
@@ -135,35 +137,44 @@ class Method:
             described = self.resolve(1.0).describe(net)
             described["settings"]["threshold"] = self.settings["threshold"]
             return described
-        settings = dict(self.settings) if self.mode == "fixed" else self.make(net, 0, 1).settings.describe()
+        settings = dict(self.settings) if self.mode == "fixed" else self.make(net, 0, 1).describe()
         settings.pop("seed", None)  # it belongs to the unit
         return {"mode": self.mode, "network": self.network, "settings": settings}
 
     @property
     def copies(self) -> int:
         """Augmented copies in one step."""
-        return int(self.settings.get("copies", 32))
+        return self._settings().copies
 
     @property
     def views(self) -> int:
         """Views that the network sees in one step."""
-        return self.copies * (4 if self.settings.get("turns") == "all" else 1)
+        return self.copies * self._count_views()[0]
 
     @property
     def cost(self) -> int:
         """Views that the network sees for one image, a step's counted three times since it goes back as well."""
+        observed = self._count_views()[1]
         if self.mode == "fixed":
-            return _LOOK
-        steps = int(self.settings.get("steps", _STEPS[self.mode]))
-        return 2 * _LOOK + round(3 * steps * self.views * (self.share or 1))
+            return observed
+        return 2 * observed + round(3 * self._settings().steps * self.views * (self.share or 1))
+
+    def _count_views(self) -> tuple[int, int]:
+        """How many views the task makes of a copy to learn from, and of a plain image to observe."""
+        task = self._settings().task or tasks.make("rotation")
+        return tasks.count_views(task)
+
+    def _settings(self) -> Settings:
+        """The settings of the method in its mode, its threshold 1 where that is not known yet."""
+        spec = self if self.share is None else self.resolve(1.0)
+        given = {"steps": 0, **self.settings} if self.mode == "fixed" else spec._arguments(0)
+        return find_method(self.method).make_settings(self.mode, given)
 
     def _arguments(self, seed: int) -> dict[str, Any]:
-        given = {"steps": _STEPS[self.mode], "seed": seed, **self.settings}
-        turns, augment = given.pop("turns", None), given.pop("augment", None)
-        if turns is not None:
-            given["task"] = Rotation(turns)
-        if augment is not None:
-            given["augment"] = augmentations.make(augment)
+        given = {"seed": seed, **self.settings}
+        for name, make in (("task", tasks.make), ("augment", augmentations.make)):
+            if name in given:
+                given[name] = make(given[name])
         return given
 
 
@@ -189,18 +200,18 @@ def read_share(text: str) -> float:
 BEST = "best"
 """The usual method that is run only where it is asked for."""
 
-# What the usual names stand for.
-USUAL: dict[str, Method] = {
-    "plain": Method("plain", "fixed", BASELINE),
-    "fixed": Method("fixed", "fixed"),
-    "episodic": Method("episodic", "episodic"),
-    "online": Method("online", "online"),
-    BEST: Method(BEST, "online", settings=PRESETS["best"]),
+USUAL: dict[str, MethodSpec] = {
+    "plain": MethodSpec("plain", "fixed", BASELINE),
+    "fixed": MethodSpec("fixed", "fixed"),
+    "episodic": MethodSpec("episodic", "episodic"),
+    "online": MethodSpec("online", "online"),
+    BEST: MethodSpec(BEST, "online", method="best"),
 }
+"""What the usual names stand for."""
 
 
-def read_method(name: str, about: Any) -> Method:
-    """A method as a study's table has it; the settings of its preset, if it names one, are written out.
+def read_method(name: str, about: Any) -> MethodSpec:
+    """A method as a study's table has it.
 
     Raises:
         ValueError: It has no mode, or something that no method has.
@@ -208,23 +219,16 @@ def read_method(name: str, about: Any) -> Method:
     check_name("The name of a method", name)
     if not isinstance(about, dict) or "mode" not in about:
         raise ValueError(f"The method {name} must be a table with a mode.")
-    settings = {key: value for key, value in about.items() if key not in ("mode", "network", "preset")}
-    if "preset" in about:
-        if about["mode"] != "online":
-            raise ValueError(f"{name}: only online methods have a preset.")
-        try:
-            settings = {**find_preset(about["preset"]), **settings}
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-    return Method(name, about["mode"], about.get("network", JOINT), settings)
+    settings = {key: value for key, value in about.items() if key not in ("mode", "network", "method")}
+    return MethodSpec(name, about["mode"], about.get("network", JOINT), settings, about.get("method", "ttt"))
 
 
-def override(methods: Sequence[Method], overrides: Mapping[str, Sequence[str] | None]) -> list[Method]:
+def override(methods: Sequence[MethodSpec], overrides: Mapping[str, Sequence[str] | None]) -> list[MethodSpec]:
     """Methods with other settings.
 
     Args:
         methods: The methods.
-        overrides: For each setting texts such as "0.01" or "online=0.01"; a named one goes before an unnamed, which is
+        overrides: For each setting texts such as "0.01" or "online=0.01"; a named one overrides an unnamed, which is
             for the methods that learn, or for those that can have it where none does.
 
     Raises:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from testtime.adapters import Adapter, Episodic, Online
+from testtime.adaptation.adapters import Adapter, Episodic, Online
 from testtime.checks import is_number
 from testtime.data.pictures import SUFFIXES, fit_picture
 from testtime.data.sets import DataError
-from testtime.networks import ynet
-from testtime.networks.ynet import Card, CheckpointError, YNet
+from testtime.networks import checkpoint
+from testtime.networks.card import Card, CheckpointError
+from testtime.networks.ynet import YNet
 from testtime.storage import error_text, printable
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -54,15 +55,15 @@ class Answer:
 
 
 def default_network() -> str:
-    """The shipped network to use when none is named: the joint CIFAR-10 one if it is there, else the first.
+    """The bundled network to use when none is named: the joint CIFAR-10 one if it is there, else the first.
 
     Raises:
-        CheckpointError: None ships.
+        CheckpointError: None is bundled.
     """
-    names = ynet.shipped()
+    names = checkpoint.bundled()
     if not names:
         remedy = "train one (testtime train --data digits --out RUN) and name its file (RUN/network.safetensors)"
-        raise CheckpointError(ynet.WEIGHTS, "no trained network is bundled with this version", remedy)
+        raise CheckpointError(checkpoint.WEIGHTS, "no trained network is bundled with this version", remedy)
     return "cifar10-resnet26-gn-joint" if "cifar10-resnet26-gn-joint" in names else names[0]
 
 
@@ -125,8 +126,8 @@ def predict(
         adapter: What predicts.
         card: The card of its network.
         pictures: Files, in the order in which they are shown to the adapter.
-        together: How many are given to the adapter at once.
-        skip: Told of a picture that cannot be read, which is then left out; None raises the first.
+        together: How many are given to the adapter in one call.
+        skip: Called with the error of a picture that cannot be read, which is then left out; None raises the first.
 
     Yields:
         One answer a picture, in order.
@@ -169,7 +170,7 @@ def _try_to_fit(card: Card, picture: Path, skip: Callable[[DataError], None] | N
         return None
 
 
-def tell(answer: Answer) -> str:
+def format_answer(answer: Answer) -> str:
     """An answer in one line."""
     notes = "" if answer.adapted else "  (rolled back)" if answer.rolled_back else "  (not adapted)"
     image, before, after = map(printable, (answer.image, answer.before, answer.after))
@@ -183,14 +184,14 @@ def summarise(source: str | Path) -> dict[str, Any]:
     """What a checkpoint holds, as plain text and numbers; for networks of any making.
 
     Args:
-        source: A file that `YNet.save` wrote, or the name of a network that ships.
+        source: A file that `YNet.save` wrote, or the name of a network that is bundled.
 
     Raises:
         CheckpointError: The file is missing, truncated or foreign.
     """
     # Not `load`: that needs the model, which for a network made of the user's own only the user has.
-    path = ynet._find(source)
-    card, tensors = ynet._read(path)
+    path = checkpoint.find_checkpoint(source)
+    card, tensors = checkpoint.read_checkpoint(path)
     counts = {
         part: sum(
             tensor.numel()
@@ -234,12 +235,12 @@ def _table(value: Any) -> dict[str, Any]:
 
 
 def prepare_adapter(net: YNet, online: bool = False, parallel: int = 1, **settings: Any) -> Adapter:
-    """An `Episodic` or `Online` adapter; settings that are None, and the preset of `Online`, keep their defaults."""
+    """An `Episodic` or `Online` adapter; settings that are None keep their defaults."""
     given = {name: value for name, value in settings.items() if value is not None}
     return Online(net, **given) if online else Episodic(net, parallel=parallel, **given)
 
 
-def tell_summary(summary: dict[str, Any]) -> str:
+def format_summary(summary: dict[str, Any]) -> str:
     """What `summarise` gives in lines of words."""
     architecture = dict(summary["architecture"])
     name = architecture.pop("name", "custom (only its owner can build it)")

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from testtime.evaluate import Columns
-from testtime.machine import describe_machine
-from testtime.runs.plan import Plan
-from testtime.runs.run import Meter, make_groups
-from testtime.runs.units import Unit, join_columns
-from testtime.runs.workshop import Facts, Workshop, choose_batch
+from testtime.evaluation.plan import Plan
+from testtime.evaluation.records import Columns
+from testtime.evaluation.schedule import Meter, make_groups
+from testtime.evaluation.units import Unit, join_columns
+from testtime.evaluation.worker import Facts, Worker, choose_batch
+from testtime.provenance import describe_machine
 
 SHARD = 512
 """Samples in a shard of a unit whose images do not depend on each other."""
@@ -40,7 +40,7 @@ Done = tuple[list[Columns], float, str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Job:
-    """A piece of work for one worker: a part of one unit, or several online units side by side.
+    """A piece of work for one worker: a part of one unit, or several online units together.
 
     Attributes:
         units: The units as (method, set, seed).
@@ -60,7 +60,7 @@ def run_on_ray(
     device: torch.device,
     address: str,
     meter: Meter,
-    keep: Callable[..., None],
+    write: Callable[..., None],
     fingerprints: Mapping[str, str],
 ) -> None:
     """Run units over Ray's workers.
@@ -71,8 +71,8 @@ def run_on_ray(
         facts: Of every set.
         device: What a worker computes on; `cuda` takes one GPU each.
         address: "local" starts workers on this machine; else where the cluster is, "auto" for the one around here.
-        meter: Is told how far it is.
-        keep: Is given every unit that is finished, with its columns, seconds and hardware.
+        meter: Reports how far it is.
+        write: Called with every finished unit, its columns, seconds and hardware.
         fingerprints: Of the networks by file, for the workers to compare with what they find.
 
     Raises:
@@ -81,8 +81,8 @@ def run_on_ray(
     """
     ray = start_ray(address)
     try:
-        gpus = int(ray.cluster_resources().get("GPU", 0)) if device.type == "cuda" else 0
-        if device.type == "cuda" and gpus == 0:
+        gpus = 0 if device.type == "cpu" else int(ray.cluster_resources().get("GPU", 0))
+        if device.type != "cpu" and gpus == 0:
             raise ValueError("Ray has no GPU to give; choose --device cpu.")
         work = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=RETRIES)(do_job)
         text, kind = plan.to_json(), device.type
@@ -109,7 +109,7 @@ def run_on_ray(
                     own = [part for _, part in sorted(parts.pop(unit).items(), key=lambda item: item[0])]
                     total = sum(cost for _, cost in own)
                     joined = join_columns([columns for columns, _ in own])
-                    keep(unit, joined, total, hardware, shards=len(own), **remarks)
+                    write(unit, joined, total, hardware, shards=len(own), **remarks)
             meter.show(f"unit {meter.place}/{len(meter.units)}, {len(coming) + len(waiting)} jobs to go")
     finally:
         ray.shutdown()
@@ -169,29 +169,29 @@ def cut(
 def do_job(shared: tuple[str, str, dict[str, str], dict[str, str]], job: Job) -> Done:
     """What a worker does."""
     text, kind, networks, sets = shared
-    shop = _workshop(text, kind)
+    worker = _make_worker(text, kind)
     units = [Unit.of(*key) for key in job.units]
     for unit in units:
-        name = shop.plan.method(unit.method).network
-        file = shop.plan.file(name, unit.set_name)
-        shop.net(name, unit.set_name)
-        if shop.fingerprints[file] != networks[file]:
+        name = worker.plan.method(unit.method).network
+        file = worker.plan.file(name, unit.set_name)
+        worker.net(name, unit.set_name)
+        if worker.fingerprints[file] != networks[file]:
             raise ValueError(f"{file} is another network on this machine than where the run began.")
-        if shop.facts(unit.set_name).fingerprint != sets[unit.set_name]:
+        if worker.facts(unit.set_name).fingerprint != sets[unit.set_name]:
             raise ValueError(f"{unit.set_name} is another set on this machine than where the run began.")
     begin = time.perf_counter()
     if len(units) > 1:
-        found = shop.run_streams(units)
+        found = worker.run_streams(units)
     else:
-        found = [shop.run_unit(units[0], slice(job.start, job.stop))]
+        found = [worker.run_unit(units[0], slice(job.start, job.stop))]
     seconds = time.perf_counter() - begin
-    return found, seconds, describe_machine(shop.device)["hardware"]["device"], shop.remarks(units[0])
+    return found, seconds, describe_machine(worker.device)["hardware"]["device"], worker.remarks(units[0])
 
 
 @functools.lru_cache(maxsize=1)
-def _workshop(text: str, kind: str) -> Workshop:
+def _make_worker(text: str, kind: str) -> Worker:
     """A worker's networks and sets stay open from job to job."""
-    return Workshop(Plan.from_json(text), kind)
+    return Worker(Plan.from_json(text), kind)
 
 
 def _get(ray: Any, reference: Any, job: Job) -> Done:

@@ -13,19 +13,19 @@ Labels are read here and only here: an adapter gets images and their numbers, no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from testtime.adapters import Adapter
+from testtime.adaptation.adapters import Adapter
+from testtime.adaptation.prediction import Prediction
 from testtime.data.sets import TestSet
-from testtime.prediction import Prediction
+from testtime.progress import Progress
 from testtime.randomness import Draws
 
-Progress = Callable[[int, int, str], None]
 Columns = dict[str, np.ndarray]
 Chunk = tuple[Tensor, Tensor, Tensor | None]
 
@@ -119,7 +119,7 @@ def evaluate(
         shuffle: Whether to visit the images in a random order, as the paper does online.
         seed: Seed of that order.
         limit: Only the first so many images of the order.
-        progress: Told how many of how many images are done, and the error so far.
+        progress: Called with how many images are done, of how many, and the error so far.
 
     Yields:
         A `Record` for each image.

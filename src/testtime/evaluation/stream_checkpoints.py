@@ -1,9 +1,9 @@
-"""Streams that are underway: what units that advance together have so far, kept from time to time.
+"""Checkpoints of streams: the state and the records so far of online units that advance together.
 
     RUN/underway/KEY.safetensors   the streams' state, and the records of their units so far
 
-Such units are all unfinished until their last image, and a kill would cost everything they did. So they go on where
-they were last kept, bit for bit. A file that is truncated or was altered counts as missing.
+Such units are all unfinished until their last image. A run that was killed continues from their last checkpoint, bit
+for bit. A file that is truncated or was altered counts as missing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from testtime.checks import Kind, check_entries, is_integer, is_list_of, is_number, is_text
-from testtime.evaluate import COLUMNS, Columns
-from testtime.runs.units import Unit, check_columns
+from testtime.evaluation.records import COLUMNS, Columns
+from testtime.evaluation.units import Unit, check_columns
 from testtime.storage import FileError, error_text
 from testtime.tensorfile import read_description, read_tensors, write_tensors
 
@@ -35,7 +35,7 @@ _ABOUT: dict[str, Kind] = {
 }
 
 
-class Underway(NamedTuple):
+class StreamCheckpoint(NamedTuple):
     """How far units are that advance together.
 
     Attributes:
@@ -49,12 +49,12 @@ class Underway(NamedTuple):
     seconds: float
 
 
-class Shelf:
-    """The place in a run's folder for units that are underway.
+class StreamCheckpoints:
+    """The checkpoints in a run's folder.
 
     Args:
         folder: The run's folder.
-        **circumstances: What must be the same for them to go on: the device, versions.
+        **circumstances: What must be the same to continue from them: the device, versions.
     """
 
     def __init__(self, folder: str | Path, **circumstances: str) -> None:
@@ -62,7 +62,7 @@ class Shelf:
         self.circumstances = circumstances
 
     def groups(self, company: Mapping[Unit, Any], finished: Collection[Unit]) -> list[list[Unit]]:
-        """The groups that can go on; what cannot is removed.
+        """The groups that can continue; checkpoints of others are removed.
 
         Args:
             company: For the units of the plan that can advance with others, what those must have in common.
@@ -82,14 +82,14 @@ class Shelf:
                 file.unlink()
         return found
 
-    def keep(self, units: Sequence[Unit], underway: Underway) -> None:
-        """Write how far units are, whole or not at all; where that cannot be, they go on without."""
-        tensors = {f"state/{name}": tensor for name, tensor in underway.state.items()}
-        for row, columns in enumerate(underway.columns):
+    def save(self, units: Sequence[Unit], checkpoint: StreamCheckpoint) -> None:
+        """Write the checkpoint of some units, whole or not at all; a failure is logged, and the units go on."""
+        tensors = {f"state/{name}": tensor for name, tensor in checkpoint.state.items()}
+        for row, columns in enumerate(checkpoint.columns):
             tensors |= {f"{row}/{name}": torch.from_numpy(columns[name]) for name in COLUMNS}
         about = {
             "units": [[unit.method, unit.set_name, unit.seed] for unit in units],
-            "seconds": underway.seconds,
+            "seconds": checkpoint.seconds,
             **self.circumstances,
         }
         path = self._path(units)
@@ -99,8 +99,8 @@ class Shelf:
             fault = f"cannot be written ({error_text(error)})"
             log.warning("%s; a kill would cost these streams' work", FileError(path, fault))
 
-    def take(self, units: Sequence[Unit]) -> Underway | None:
-        """How far units are; None if they have not begun or their file is damaged, which is logged."""
+    def load(self, units: Sequence[Unit]) -> StreamCheckpoint | None:
+        """The checkpoint of some units; None if there is none or it is damaged, which is logged."""
         path = self._path(units)
         if not path.exists():
             return None
@@ -113,22 +113,22 @@ class Shelf:
             if len({len(own["sample"]) for own in columns}) != 1:
                 raise ValueError("its units are not equally far")
         except (ValueError, KeyError) as error:
-            _refuse(path, error)
+            _log_fault(path, error)
             return None
         state = {name.removeprefix("state/"): t for name, t in tensors.items() if name.startswith("state/")}
-        return Underway(columns, state, float(about["seconds"]))
+        return StreamCheckpoint(columns, state, float(about["seconds"]))
 
-    def refuse(self, units: Sequence[Unit], error: Exception) -> None:
-        """Say why units cannot go on from where they were, and forget it."""
-        _refuse(self._path(units), error)
+    def discard(self, units: Sequence[Unit], error: Exception) -> None:
+        """Remove a checkpoint that cannot be used, and log why."""
+        _log_fault(self._path(units), error)
         self.clear(units)
 
     def clear(self, units: Sequence[Unit]) -> None:
-        """Forget units: they are finished, or go on otherwise."""
+        """Remove the checkpoint of some units."""
         self._path(units).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Leave nothing behind: the run is finished."""
+        """Remove all checkpoints: the run is finished."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, units: Sequence[Unit]) -> Path:
@@ -136,20 +136,20 @@ class Shelf:
         return self.folder / f"{key}.safetensors"
 
     def _read_group(self, path: Path) -> list[Unit] | None:
-        """The units of a file, if it was made under these circumstances; its tensors are not looked at."""
+        """The units of a file, if it was written under these circumstances; its tensors are not read."""
         try:
             about = _check(read_description(path, _KEY))
             group = [Unit.of(*key) for key in about["units"]]
         except ValueError as error:
-            _refuse(path, error)
+            _log_fault(path, error)
             return None
         same = all(about.get(name) == value for name, value in self.circumstances.items())
         return group if same and self._path(group) == path else None
 
 
-def _refuse(path: Path, error: Exception) -> None:
-    fault = error.fault if isinstance(error, FileError) else f"not what is left of streams ({error_text(error)})"
-    log.warning("%s; they begin anew", FileError(path, fault))
+def _log_fault(path: Path, error: Exception) -> None:
+    fault = error.fault if isinstance(error, FileError) else f"not a checkpoint of streams ({error_text(error)})"
+    log.warning("%s; they start again", FileError(path, fault))
 
 
 def _check(about: dict[str, Any] | None) -> dict[str, Any]:

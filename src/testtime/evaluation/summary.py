@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from testtime.checks import Kind, check_entries, check_format, is_list_of, is_table, is_table_of, is_text
-from testtime.runs.descriptions import check_run, check_unit
-from testtime.runs.units import Run, RunError, Unit, Verdicts, open_run
+from testtime.evaluation.descriptions import check_run, check_unit
+from testtime.evaluation.units import Run, RunError, Unit, Verdicts, open_run
 from testtime.storage import FileError, read_json, write_whole
 
 FORMAT = 1

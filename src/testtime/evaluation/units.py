@@ -22,18 +22,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from testtime.checks import check_format, check_table, is_file_name, is_text, quote_name, show
-from testtime.evaluate import COLUMNS, Record
-from testtime.runs.descriptions import check_run, check_unit, read_shift
-from testtime.storage import (
-    FileError,
-    check_file,
-    clear_parts,
-    error_text,
-    find_differences,
-    parse_json,
-    read_json,
-    write_whole,
-)
+from testtime.evaluation.descriptions import check_run, check_unit, read_shift
+from testtime.evaluation.records import COLUMNS, Record
+from testtime.provenance import find_differences
+from testtime.storage import FileError, check_file, clear_parts, error_text, parse_json, read_json, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -390,7 +382,7 @@ def read_unit(path: Path) -> tuple[Unit, dict[str, np.ndarray]]:
     return unit, columns
 
 
-def tell(run: Run) -> str:
+def format_run(run: Run) -> str:
     """A run in a few lines: for each method its units, its mean error and its time."""
     lines = []
     for method in dict.fromkeys(unit.method for unit in run.units):

@@ -1,6 +1,6 @@
-"""The workshop of a run: networks and test sets opened when they are needed, and the work of a unit on them.
+"""The worker of a run: networks and test sets opened when they are needed, and the work of a unit on them.
 
-It knows nothing of folders, so that a worker of a cluster can have one, and every thread of this process its own.
+It knows nothing of folders, so that every process of a cluster and every thread of this one can have its own.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -17,30 +16,32 @@ import torch
 from torch import Tensor
 
 from testtime import data as datasets
-from testtime.adapters import Adapter, Prediction
-from testtime.data import registry
+from testtime import kernels
+from testtime.adaptation.adapters import Adapter
+from testtime.adaptation.prediction import Prediction
+from testtime.adaptation.streams import Streams
+from testtime.data import families
 from testtime.data.sets import TestSet
-from testtime.evaluate import Columns, Progress, count_wrong, score, stream_order, walk
-from testtime.networks.ynet import Card, CheckpointError, YNet, load
-from testtime.runs.methods import Method
-from testtime.runs.plan import Plan
-from testtime.runs.underway import Underway
-from testtime.runs.units import Unit, join_columns, make_columns
-from testtime.streams import Streams
+from testtime.evaluation.method_specs import MethodSpec
+from testtime.evaluation.plan import Plan
+from testtime.evaluation.records import Columns, count_wrong, score, stream_order, walk
+from testtime.evaluation.stream_checkpoints import StreamCheckpoint
+from testtime.evaluation.units import Unit, join_columns, make_columns
+from testtime.networks.card import Card, CheckpointError
+from testtime.networks.checkpoint import load
+from testtime.networks.ynet import YNet
+from testtime.progress import Progress, read_ahead
 
 Advance = Callable[[int, int], None]
 
-KEEP_SECONDS = 60.0
-"""How long streams advance before they are kept again, at least: writing may take a twentieth of the time."""
+CHECKPOINT_SECONDS = 60.0
+"""The least time between two checkpoints of streams; writing them takes at most a twentieth of the time."""
 
-_BLOCK = 64  # images that are read at once: of each stream on CUDA, elsewhere of all of them
 _BELOW_ONE = 1 - 2**-24
-_PICTURES = ("imagenet", "vid", "folder")  # families that are read from picture files
-_LOOKED_AT = ("imagenet", "folder")  # those of them that may be large, and say how far they are
 
 
 class StaleError(ValueError):
-    """What is left of streams that cannot go on from there; the message says why."""
+    """A checkpoint that its streams cannot continue from; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Facts:
     labelled: bool = True
 
 
-class Workshop:
+class Worker:
     """The networks and test sets of a plan, opened when they are needed, and the work on them.
 
     Args:
@@ -106,7 +107,7 @@ class Workshop:
         Raises:
             CheckpointError: A file is missing or damaged, or the networks of the sets are not alike.
         """
-        sets = [source.name for source in self.plan.sources]
+        sets = [source.name for source in self.plan.sets]
         files = {set_name: self.plan.file(name, set_name) for set_name in sets}
         if set(files.values()) == {self.plan.networks[name]}:
             net = self.net(name, sets[0])
@@ -139,15 +140,15 @@ class Workshop:
         """
         net = self.net(next(iter(self.plan.networks)), name)
         card = net.card
-        source = self.plan.source(name)
-        family = "folder" if source.folder is not None else name.split("/", 1)[0]
+        source = self.plan.find_set(name)
+        family = families.FAMILIES.get("folder" if source.folder is not None else name.split("/", 1)[0])
         options: dict[str, Any] = {}
-        if card.size is not None and family.startswith(registry.SIZED):
+        if family is not None and family.sized and card.size is not None:
             options["size"] = card.size
-        if family.startswith(_PICTURES):
+        if family is not None and family.pictures:
             options["on_bad"] = self.plan.on_bad_image
-        if progress is not None and family.startswith(_LOOKED_AT):
-            options["progress"] = lambda done, total: progress(done, total, f"looking at the pictures of {name}")
+            if progress is not None:
+                options["progress"] = lambda done, total, _: progress(done, total, f"reading the pictures of {name}")
         root = source.folder or self.plan.data_root
         if name in self._sets:
             found = self._sets[name]
@@ -199,7 +200,7 @@ class Workshop:
                 advance(len(columns["sample"]), count_wrong(columns))
         return join_columns(parts) if parts else make_columns([])
 
-    def method(self, unit: Unit) -> Method:
+    def method(self, unit: Unit) -> MethodSpec:
         """The method of a unit, its threshold a number."""
         method = self.plan.method(unit.method)
         return method if method.share is None else method.resolve(self.threshold(unit))
@@ -216,7 +217,7 @@ class Workshop:
             assert method.share is not None
             test_set, net = self._open(unit.set_name), self.net(method.network, unit.set_name)
             chunks = test_set.chunks(choose_batch(test_set.shape, self.device), self.order(test_set, unit.seed))
-            parts = walk(method.look_only(net), test_set, read_ahead(chunks))
+            parts = walk(method.observe_only(net), test_set, read_ahead(chunks))
             confidences = [confidence for columns in parts for confidence in columns["confidence"].tolist()]
             self._thresholds[key] = find_threshold(confidences, method.share)
         return self._thresholds[key]
@@ -226,7 +227,7 @@ class Workshop:
         return {} if self.plan.method(unit.method).share is None else {"threshold": self.threshold(unit)}
 
     def adapter(self, unit: Unit, shape: tuple[int, ...]) -> Adapter:
-        """The adapter of a unit, reset: the last one if it fits, so that what it recorded on CUDA is used again."""
+        """The adapter of a unit, reset: the last one if it fits, whose recorded graphs are then used again."""
         method = self.method(unit)
         net = self.net(method.network, unit.set_name)
         key = method, self.plan.file(method.network, unit.set_name), unit.seed, shape
@@ -241,8 +242,8 @@ class Workshop:
         self,
         units: Sequence[Unit],
         advance: Advance | None = None,
-        begun: Underway | None = None,
-        keep: Callable[[Underway], None] | None = None,
+        begun: StreamCheckpoint | None = None,
+        save: Callable[[StreamCheckpoint], None] | None = None,
     ) -> list[Columns]:
         """Run online units of one method, network and seed side by side, their sets of one length and shape.
 
@@ -250,7 +251,7 @@ class Workshop:
             units: The units.
             advance: As for `run_unit`.
             begun: How far they are already; what comes is the same, bit for bit.
-            keep: Told now and then how far they are.
+            save: Called with a checkpoint now and then.
 
         Returns:
             The columns of each.
@@ -275,14 +276,15 @@ class Workshop:
             for row, columns in enumerate(begun.columns):
                 add(row, columns)
             orders = orders[:, len(begun.columns[0]["sample"]) :]
-        block = _BLOCK if self.device.type == "cuda" else max(1, _BLOCK // len(units))
+        tuning = kernels.tuning(self.device)
+        block = tuning.block if tuning.waits else max(1, tuning.block // len(units))
 
         def blocks() -> Iterator[tuple[Tensor, Tensor]]:
             for numbers in orders.split(block, dim=1) if orders.shape[1] else ():
                 yield numbers, torch.stack([one.images(row) for one, row in zip(sets, numbers, strict=True)])
 
-        start = kept = time.monotonic()
-        pause = KEEP_SECONDS
+        start = saved = time.monotonic()
+        pause = CHECKPOINT_SECONDS
         for numbers, images in read_ahead(blocks()):  # (S, T), (S, T, C, H, W)
             images = images.to(self.device)
             steps = [streams.predict(images[:, t], samples=numbers[:, t]) for t in range(numbers.shape[1])]
@@ -290,15 +292,15 @@ class Workshop:
             for row, test_set in enumerate(sets):
                 add(row, score(test_set, numbers[row], Prediction(*(tensor[row] for tensor in answers))))
             now = time.monotonic()
-            if keep is not None and now - kept >= pause:
+            if save is not None and now - saved >= pause:
                 seconds = now - start + (begun.seconds if begun else 0)
-                keep(Underway([join_columns(own) for own in parts], streams.state_dict(), seconds))
-                kept = time.monotonic()
-                pause = max(KEEP_SECONDS, 20 * (kept - now))
+                save(StreamCheckpoint([join_columns(own) for own in parts], streams.state_dict(), seconds))
+                saved = time.monotonic()
+                pause = max(CHECKPOINT_SECONDS, 20 * (saved - now))
         return [join_columns(own) for own in parts]
 
 
-def _resume(streams: Streams, orders: Tensor, begun: Underway) -> None:
+def _resume(streams: Streams, orders: Tensor, begun: StreamCheckpoint) -> None:
     """Put streams back to where they were, after the first images of orders `(S, N)`."""
     for order, columns in zip(orders, begun.columns, strict=True):
         if not np.array_equal(columns["sample"], order[: len(columns["sample"])].numpy()):
@@ -314,7 +316,7 @@ def find_threshold(confidences: Sequence[float], share: float) -> float:
     count = round(share * len(confidences))
     if count >= len(confidences):
         return 1.0  # all of them
-    # A threshold of 1 would let everything pass; many an image's confidence is 1 in single precision.
+    # A threshold of 1 would let everything pass; the confidence of many images is 1 in single precision.
     return min(sorted(confidences)[count], _BELOW_ONE)
 
 
@@ -322,29 +324,19 @@ def choose_batch(shape: tuple[int, ...], device: torch.device) -> int:
     """Images in one call of an adapter, by the shape of one.
 
     It is also the grain of shards: a batch is never cut in two, so that the arithmetic of a shard is that of the whole,
-    bit for bit. On CUDA episodes run in blocks, each size of which is recorded once; large batches of small images
+    bit for bit. On a GPU episodes run in blocks, each size of which is recorded once; large batches of small images
     leave few odd sizes, and a test set of 10,000 only one.
     """
-    if device.type != "cuda":
-        return 32
-    return 2560 if shape[1] * shape[2] <= 64 * 64 else 512
+    small, large = kernels.tuning(device).batch
+    return small if shape[1] * shape[2] <= 64 * 64 else large
 
 
-def choose_parallel(method: Method, shape: tuple[int, ...], device: torch.device) -> int | Literal["auto"]:
-    """How many episodes run side by side: on CUDA by trial, elsewhere by rule.
+def choose_parallel(method: MethodSpec, shape: tuple[int, ...], device: torch.device) -> int | Literal["auto"]:
+    """How many episodes run in parallel: by trial on a GPU, elsewhere by rule.
 
     A trial may end differently the next time, and then the last bits of the records do too. On a CPU small views cost
     more in calls than in arithmetic, so that eight together are faster; large ones are faster one by one.
     """
-    if device.type == "cuda":
+    if kernels.tuning(device).waits:
         return "auto"
     return 8 if method.copies * shape[1] * shape[2] <= 16_384 else 1
-
-
-def read_ahead(chunks: Iterator[Any]) -> Iterator[Any]:
-    """The same items; the next one is read while the last one is worked on."""
-    with ThreadPoolExecutor(1) as reader:
-        coming = reader.submit(next, chunks, None)
-        while (item := coming.result()) is not None:
-            coming = reader.submit(next, chunks, None)
-            yield item

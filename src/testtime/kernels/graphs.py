@@ -5,15 +5,17 @@ A step of test-time training is some hundred small kernels; launching them one b
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, get_args
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-Precision = Literal["fp32", "tf32", "bf16"]
+from testtime.kernels import enabled
+
+Result = TypeVar("Result")
 
 
 class Captured:
@@ -103,62 +105,84 @@ class Series:
         return tuple(piece.view(dtype).view(-1, *shape) for piece, shape, dtype in copies)
 
 
-class Beside:
-    """A second CUDA stream: what is launched within `with beside:` runs beside what is launched after it, until `join`.
+class Later(Generic[Result]):
+    """What a function gives that may still be running; see `Concurrent.later`."""
 
-    What it reads must be kept as it is until then. On a CPU things are done in the order they are written.
+    def __init__(self, value: Result, side: Concurrent | None = None) -> None:
+        self._value, self._side = value, side
+
+    def result(self) -> Result:
+        """The value; whatever is launched from now on waits for it."""
+        if self._side is not None:
+            self._side.wait()
+        return self._value
+
+
+class Concurrent:
+    """Functions that run on a second CUDA stream, concurrently with what is launched after them, until `wait`.
+
+    What they read must stay as it is until then: whoever changes it calls `wait` first. On a CPU, and within another
+    such function, they run at once.
 
     Args:
-        device: Of the stream.
+        device: Where.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._within = contextlib.ExitStack()
-        self._runs = False
+        self._stream = torch.cuda.Stream(device) if can_record(device) else None
+        self._inside = False
+        self._kept: list[Any] = []  # what is read or written there must not be given to others before that is done
 
-    def __enter__(self) -> Beside:
-        if self._stream is not None:
-            self._runs = True
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            self._within.enter_context(torch.cuda.stream(self._stream))
-        return self
+    def later(self, function: Callable[..., Result], *arguments: Any) -> Later[Result]:
+        """Start a function; its `result` is there after waiting for it."""
+        if self._stream is None or self._inside:
+            return Later(function(*arguments))
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._inside = True
+        try:
+            with torch.cuda.stream(self._stream):
+                value = function(*arguments)
+        finally:
+            self._inside = False
+            self._kept.append(arguments)
+        return Later(value, self)
 
-    def __exit__(self, *error: object) -> None:
-        self._within.close()
-
-    def join(self) -> None:
-        """Let what is launched from now on wait for what runs beside, if anything does."""
-        if self._stream is not None and self._runs:
+    def wait(self) -> None:
+        """Let what is launched from now on wait for everything that runs here."""
+        if self._stream is not None and self._kept and not self._inside:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-            self._runs = False
+            self._kept.clear()
 
 
-def check_precision(precision: str) -> torch.dtype:
-    """The dtype that layers compute in; an unknown precision is an error."""
-    if precision not in get_args(Precision):
-        raise ValueError(f"`precision` must be one of {', '.join(get_args(Precision))}, got {precision!r}.")
-    return torch.bfloat16 if precision == "bf16" else torch.float32
-
-
-@contextlib.contextmanager
-def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Within it, numbers are computed as `precision` says, whatever the caller has set; outside nothing changes.
-
-    Float32 products on CUDA are exact ("fp32") or take TF32. cuDNN is held to its deterministic algorithms: a stream
-    that is resumed must go on bit for bit. The caller's autocast does not reach in.
-    """
+def on_side_stream(function: Callable[..., list[Tensor]], device: torch.device) -> Callable[..., list[Tensor]]:
+    """A function for another thread that makes tensors without waiting for what is still running on the device."""
     if device.type != "cuda":
-        with torch.autocast(device.type, enabled=False):
-            yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+        return function
+    stream, main = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(main)  # which may not have the function's inputs yet
+
+    def run(*arguments: Any) -> list[Tensor]:
+        with torch.cuda.stream(stream):
+            made = function(*arguments)
+        stream.synchronize()
+        for tensor in made:
+            tensor.record_stream(main)  # its memory is not to be used again here while that works on it
+        return made
+
+    return run
+
+
+def can_record(device: torch.device) -> bool:
+    """Whether functions of tensors on a device can be recorded as graphs."""
+    return device.type == "cuda" and enabled()
+
+
+def record(make: Callable[[], Result]) -> Result | None:
+    """Record a graph with a function that makes it; None, after a warning, where recording fails."""
     try:
-        with (
-            torch.autocast("cuda", enabled=False),
-            torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=precision != "fp32"),
-        ):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+        return make()
+    except torch.OutOfMemoryError:  # without a graph it would take as much
+        raise
+    except RuntimeError as error:
+        warnings.warn(f"CUDA graph capture failed, continuing without it: {error}", stacklevel=3)
+        return None

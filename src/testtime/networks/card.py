@@ -20,6 +20,8 @@ from torch import Tensor
 from testtime import augment as augmentations
 from testtime.storage import FileError, PathLike
 
+KEY, FORMAT = "testtime", 1
+"""What marks a network's file, and the version of its description."""
 LARGEST_SIZE = 65_536
 """The most pixels of an image's side, and the most channels."""
 _LONGEST_TEXT = 1_000

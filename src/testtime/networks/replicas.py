@@ -4,10 +4,10 @@ A batch for each replica goes in, `(S, B, C, H, W)`, an answer for each comes ou
 changes its own parameters only. Every parameter and buffer of the network is held once, stacked to `(S, *shape)`, so
 one optimizer step moves all replicas and a row of the tensors is one replica.
 
-Inside, the replicas' batches stand one behind the other, `(S·B, C, H, W)`, and run through the network's own code: what
-a network does to each image by itself needs no change. Only layers with parameters are replaced by forms that use
-another set of them for each B images (tall.py). A part with parameters anywhere else goes through `torch.func.vmap`
-instead. Which of the two is right is tried out on real numbers.
+Inside, the replicas' batches are concatenated, `(S·B, C, H, W)`, and run through the network's own code: what a network
+does to each image by itself needs no change. Only layers with parameters are replaced by forms that use another set of
+them for each B images (stacked.py). A part with parameters anywhere else goes through `torch.func.vmap` instead. Which
+of the two is right is tried out on real numbers.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from testtime.capture import arithmetic
-from testtime.networks.tall import BatchNorm, Stacking, heighten, unknown_layer
+from testtime import kernels
+from testtime.networks.stacked import NORMS, BatchNorm, Stacking, find_unknown_layer, stack_layers
 from testtime.networks.ynet import YNet
-from testtime.randomness import has_triton
+from testtime.precision import arithmetic
 
 log = logging.getLogger(__name__)
 
 Part = Literal["encoder", "classifier", "ssl"]
+Statistics = Literal["running", "source", "batch"]
 PARTS: tuple[Part, ...] = ("encoder", "classifier", "ssl")
 
 
 class Replicas:
-    """`count` copies of a `YNet` that answer, learn and are reset side by side.
+    """`count` copies of a `YNet` that answer, learn and are reset together.
 
     Args:
         net: The network to copy; it is not changed and shares no memory with the copies.
@@ -56,11 +57,12 @@ class Replicas:
     ) -> None:
         if count < 1:
             raise ValueError(f"`count` must be at least 1, got {count}.")
+        self._given = net, count, parts, example, dtype
         self.count, self.dtype = count, dtype
         self._normalise = copy.deepcopy(net).normalise
         self._mean, self._std = net.mean.clone(), net.std.clone()
-        self._known = type(net).normalise is YNet.normalise and self._mean.dtype == torch.float32
-        self.parts: dict[Part, _Tall | _Mapped | _Plain] = {}
+        self._known = type(net).normalise is YNet.normalise
+        self.parts: dict[Part, _Stacked | _Mapped | _Plain] = {}
         inputs = None if example is None else net.normalise(example)
         for name in PARTS:
             module = copy.deepcopy(getattr(net, name)).eval().requires_grad_(False)
@@ -86,27 +88,22 @@ class Replicas:
         for name, stored in self.unpack(self.numbers).items():
             self._parameters[name].data = stored
         buffers = [tensor for tensor in self.tensors.values() if not isinstance(tensor, nn.Parameter)]
-        self.has_statistics = bool(buffers)  # they change as images go through, see train_norms
-        self._pieces = [self.numbers, *buffers]
-        self.origin = self.snapshot()  # what `reset` goes back to
-        self._gathering = None
-        if self.numbers.is_cuda and has_triton():
-            from testtime.kernels import Gathering
-
-            self._gathering = Gathering(self.numbers)
+        self.pieces = [self.numbers, *buffers]
+        """Everything that can change, `(S, ...)` each."""
+        self.has_statistics = False
+        """Whether some of it changes as images go through, see `learning`."""
+        self.use_statistics("running")
+        self._buffer = kernels.take_over("gradient_buffer", self.numbers)
 
     def encode(self, images: Tensor) -> Tensor:
         """Features `(S, B, ...)` of images `(S, B, C, H, W)`."""
         return self.parts["encoder"](self._prepare(images))
 
     def _prepare(self, images: Tensor) -> Tensor:
-        known = self._known and images.dtype in (torch.uint8, torch.float32)
-        known = known and len(self._mean) in (1, images.shape[2]) and len(self._std) in (1, images.shape[2])
-        if known and images.is_cuda and has_triton() and not images.requires_grad:
-            from testtime import kernels  # the same in one launch
-
-            pixels = kernels.normalise(images.flatten(0, 1), self._mean, self._std, self.dtype)
-            return pixels.unflatten(0, images.shape[:2])
+        if self._known:
+            pixels = kernels.take_over("normalise", images.flatten(0, 1), self._mean, self._std, self.dtype)
+            if pixels is not None:
+                return pixels.unflatten(0, images.shape[:2])
         return self._normalise(images).to(self.dtype)
 
     def classify(self, features: Tensor) -> Tensor:
@@ -125,18 +122,54 @@ class Replicas:
         """The task's outputs `(S, B, outputs)` of views `(S, B, C, H, W)`."""
         return self.supervise(self.encode(views))
 
-    def train_norms(self, training: bool) -> None:
-        """Let BatchNorm use and track the statistics of what it sees (True), or only the tracked ones (False).
+    def use_statistics(self, statistics: Statistics) -> None:
+        """Choose what BatchNorm normalises with.
+
+        Args:
+            statistics: "running": the tracked ones, and within `learning` those of the images at hand, which the
+                tracked ones follow; "source": always the tracked ones, which stay; "batch": always those of the images.
+        """
+        self._statistics: Statistics = statistics
+        self.has_statistics = statistics == "running" and len(self.pieces) > 1
+        for module in self._batch_norms:
+            module.training = statistics == "batch"
+            module.track_running_stats = statistics != "batch"
+
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        """Within it, BatchNorm uses and tracks the statistics of what it sees, if it is to.
 
         Nothing else has a mode here: dropout, whose noise would not be a function of the sample, stays off.
         """
+        if self._statistics != "running":
+            yield
+            return
+        self.train_norms(True)
+        try:
+            yield
+        finally:
+            self.train_norms(False)
+
+    def train_norms(self, training: bool) -> None:
+        """Let BatchNorm use and track the statistics of what it sees (True), or only the tracked ones (False)."""
         for module in self._batch_norms:
             module.training = training
 
-    def parameters(self, parts: Iterable[Part]) -> dict[str, Tensor]:
-        """The stacked parameters `(S, ...)` of some parts by name, without buffers."""
+    def parameters(self, parts: Iterable[Part], norms_only: bool = False) -> dict[str, Tensor]:
+        """The stacked parameters `(S, ...)` of some parts by name, without buffers; or those of their norms alone."""
         prefixes = tuple(f"{part}." for part in parts)
-        return {name: tensor for name, tensor in self._parameters.items() if name.startswith(prefixes)}
+        found = {name: tensor for name, tensor in self._parameters.items() if name.startswith(prefixes)}
+        if not norms_only:
+            return found
+        modules = [module for part in self.parts.values() for module in part.modules() if isinstance(module, NORMS)]
+        own = {id(tensor) for module in modules for tensor in module.parameters(recurse=False)}
+        return {name: tensor for name, tensor in found.items() if id(tensor) in own}
+
+    def twin(self) -> Replicas:
+        """As many replicas of the network as it was given, normalising as these do."""
+        made = Replicas(*self._given)
+        made.use_statistics(self._statistics)
+        return made
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Tensors of the parameters' names and shapes, `(S, ...)` each, as one tensor `(S, P)`; P is rounded up."""
@@ -151,15 +184,15 @@ class Replicas:
 
         The gradient by a parameter that the loss does not depend on is zero.
         """
-        if self._gathering is None:
+        if self._buffer is None:
             value = loss()
             gradients = torch.autograd.grad(value, list(self._parameters.values()), materialize_grads=True)
             return value.detach(), self.pack(dict(zip(self._parameters, gradients, strict=True)))
-        with self._gathering as gathering:
+        with self._buffer as buffer:
             value = loss()
-            gathering.begin()
+            buffer.begin()
             gradients = torch.autograd.grad(value, list(self._parameters.values()), allow_unused=True)
-            result = gathering.collect()
+            result = buffer.collect()
         for place, gradient in zip(self.unpack(result).values(), gradients, strict=True):
             if gradient is not None:
                 place += gradient
@@ -168,7 +201,7 @@ class Replicas:
     def unpack(self, numbers: Tensor) -> dict[str, Tensor]:
         """Views into one tensor `(S, P)` by the parameters' names, each of its parameter's shape.
 
-        On CUDA, filters lie in it with their channels innermost, as the kernels read them; the views hide that.
+        Filters may lie in it with their channels innermost, as kernels read them; the views hide that.
         """
         views, place = {}, 0
         for name, parameter in self._parameters.items():
@@ -178,59 +211,26 @@ class Replicas:
             place += size
         return views
 
-    def snapshot(self) -> list[Tensor]:
-        """A copy of everything that can change, for `restore`."""
-        return [piece.clone() for piece in self._pieces]
-
-    @torch.no_grad()
-    def restore(self, snapshot: Sequence[Tensor], rows: Tensor) -> None:
-        """Put the replicas where `rows`, bool `(S,)`, is true back to a snapshot; the others keep every bit."""
-        for piece, old in zip(self._pieces, snapshot, strict=True):
-            if piece.is_cuda and has_triton() and piece.dtype in (torch.float32, torch.int64):
-                from testtime import kernels  # which touches only those rows
-
-                kernels.put_back(piece, old, rows)
-            else:
-                piece.copy_(torch.where(rows.view(-1, *[1] * (piece.dim() - 1)), old, piece))
-
-    @torch.no_grad()
-    def reset(self, rows: Tensor | None = None) -> None:
-        """Put all replicas, or those where `rows` is true, back to the network they were made of."""
-        if rows is not None:
-            return self.restore(self.origin, rows)
-        for piece, origin in zip(self._pieces, self.origin, strict=True):
-            piece.copy_(origin)
-
     def read(self, index: int) -> dict[str, Tensor]:
         """A copy of one replica's tensors, by their names in the network."""
         return {name: tensor[index].detach().clone() for name, tensor in self.tensors.items()}
 
     @torch.no_grad()
-    def load(self, index: int, state: Mapping[str, Tensor]) -> None:
-        """Set one replica to tensors that `read` gave.
-
-        Raises:
-            ValueError: A tensor is missing or has another shape; nothing was changed.
-        """
-        for name, tensor in self.tensors.items():
-            if name not in state or state[name].shape != tensor.shape[1:]:
-                raise ValueError(f"The state does not fit: tensor {name!r} is missing or has another shape.")
+    def write(self, index: int, state: Mapping[str, Tensor]) -> None:
+        """Set one replica to tensors of a network, by their names."""
         for name, tensor in self.tensors.items():
             tensor[index] = state[name]
 
-    def copy(self, source: int, target: int) -> None:
-        """Set one replica to the present state of another."""
-        self.load(target, self.read(source))
 
-    def finite(self) -> Tensor:
-        """Which replicas have only finite numbers in their own tensors, bool `(S,)`."""
-        sums = [piece.flatten(1).sum(1) for piece in self._pieces if piece.is_floating_point()]
-        return torch.stack(sums).isfinite().all(0)
+def put_rows(piece: Tensor, old: Tensor, rows: Tensor) -> None:
+    """Where `rows`, bool `(S,)`, is true, set a tensor `(S, ...)` to an old one; the others keep every bit."""
+    if kernels.take_over("put_rows", piece, old, rows) is None:
+        piece.copy_(torch.where(rows.view(-1, *[1] * (piece.dim() - 1)), old, piece))
 
 
 def _channels_innermost(stacked: Tensor) -> Tensor:
-    """Filters `(S, O, I, k, k)` on CUDA as `(S, k, k, I, O)`; anything else as it is."""  # see kernels/__init__.py
-    return stacked.permute(0, 3, 4, 2, 1) if stacked.is_cuda and stacked.dim() == 5 else stacked
+    """Filters `(S, O, I, k, k)` as `(S, k, k, I, O)` where kernels read them so; anything else as it is."""
+    return stacked.permute(0, 3, 4, 2, 1) if kernels.has_filters_innermost(stacked) else stacked
 
 
 class _Plain(nn.Module):
@@ -244,12 +244,12 @@ class _Plain(nn.Module):
         return torch.stack([self.inner(batch.contiguous()) for batch in x])
 
 
-class _Tall(nn.Module):
-    """A part whose replicas' batches stand one behind the other."""
+class _Stacked(nn.Module):
+    """A part whose replicas' batches are concatenated."""
 
     def __init__(self, module: nn.Module, count: int) -> None:
         super().__init__()
-        self.inner = heighten(module, Stacking(count))
+        self.inner = stack_layers(module, Stacking(count))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(_join(x)).unflatten(0, x.shape[:2])
@@ -301,44 +301,44 @@ def _plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _share(module: nn.Module, inputs: Tensor | None, dtype: torch.dtype) -> _Tall | _Plain:
+def _share(module: nn.Module, inputs: Tensor | None, dtype: torch.dtype) -> _Stacked | _Plain:
     """A part held once for all replicas: one replica that all their images go through."""
-    unfit = unknown_layer(module) or (inputs is not None and _tall_is_wrong(module, inputs, count=1))
-    return _Plain(module, dtype) if unfit else _Tall(module, 1)
+    unfit = find_unknown_layer(module) or (inputs is not None and _find_difference(module, inputs, count=1))
+    return _Plain(module, dtype) if unfit else _Stacked(module, 1)
 
 
-def _replicate(module: nn.Module, count: int, inputs: Tensor | None, name: str) -> _Tall | _Mapped:
-    reason = unknown_layer(module)
+def _replicate(module: nn.Module, count: int, inputs: Tensor | None, name: str) -> _Stacked | _Mapped:
+    reason = find_unknown_layer(module)
     if reason is None and inputs is not None:
-        reason = _tall_is_wrong(module, inputs, count=2)
+        reason = _find_difference(module, inputs, count=2)
     if reason is None:
-        return _Tall(module, count)
+        return _Stacked(module, count)
     log.info("replicas of the %s go through vmap: %s", name, reason)
     return _Mapped(module, count)
 
 
 @torch.no_grad()
-def _tall_is_wrong(module: nn.Module, inputs: Tensor, count: int) -> str | None:
-    """Compare the tall form of `count` replicas, 1 or 2, with the module itself; say what differs, if anything.
+def _find_difference(module: nn.Module, inputs: Tensor, count: int) -> str | None:
+    """What differs between the stacked form of `count` replicas, 1 or 2, and the module itself; None: nothing does.
 
     Two batches go through it, different in scale and order; with two replicas the second has other weights as well.
     """
-    tall = _Tall(copy.deepcopy(module), count)
+    stacked = _Stacked(copy.deepcopy(module), count)
     other = copy.deepcopy(module)
     if count == 2:
-        for name, stacked in tall.inner.named_parameters():
-            stacked[1].mul_(0.5)  # different but tame
+        for name, parameter in stacked.inner.named_parameters():
+            parameter[1].mul_(0.5)  # different but tame
             other.get_parameter(name).mul_(0.5)
     second = inputs.flip(0) * 0.5 + 0.25
     try:
         with arithmetic("fp32", inputs.device):  # rounding must not look like a fault
             # forward, since a traced model that is called prints where it fails, besides raising
-            together = tall.inner.forward(_join(torch.stack([inputs, second]))).unflatten(0, (2, -1))
+            together = stacked.inner.forward(_join(torch.stack([inputs, second]))).unflatten(0, (2, -1))
             alone = torch.stack([module(inputs), other(second)])
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        return f"one behind the other it fails with {error}"
+        return f"concatenated, it fails with {error}"
     if together.shape != alone.shape:
-        return f"one behind the other its shape is {tuple(together.shape)}, not {tuple(alone.shape)}"
+        return f"concatenated, its shape is {tuple(together.shape)}, not {tuple(alone.shape)}"
     if not torch.allclose(together, alone, rtol=1e-2, atol=1e-3 * float(alone.abs().max() + 1e-6)):
-        return "one behind the other its replicas touch each other"
+        return "concatenated, its replicas affect each other"
     return None

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -64,10 +62,6 @@ class ZeroPadShortcut(nn.Module):
         self.stride, self.extra = stride, extra
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and self.stride == 2 and x.shape[-2] % 2 == 0 and x.shape[-1] % 2 == 0:
-            # A mean over pairs of rows and columns, whose gradient is a mere copy; channels last, as images lie.
-            pairs = x.permute(0, 2, 3, 1).unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (N, h, 2, w, 2, C)
-            return F.pad(pairs.mean((2, 4)), (0, self.extra)).permute(0, 3, 1, 2)
         if self.stride > 1:
             x = F.avg_pool2d(x, self.stride, ceil_mode=True)  # ceil: as the strided convolution rounds
         return F.pad(x, (0, 0, 0, 0, 0, self.extra))
@@ -210,25 +204,6 @@ def resnet50(
 ) -> YNet:
     """The 50-layer ImageNet network with bottleneck blocks; arguments as for `resnet18`."""
     return _imagenet_resnet("resnet50", [3, 4, 6, 3], True, classes, norm, size, outputs, seed, device)
-
-
-def build(card: Card, device: Device = "cpu") -> YNet:
-    """The untrained network that a card describes.
-
-    Raises:
-        ValueError: There is no such network.
-    """
-    builders = {"resnet26": resnet26, "resnet18": resnet18, "resnet50": resnet50}
-    arguments = dict(card.architecture)
-    name = arguments.pop("name", None)
-    if not isinstance(name, str) or name not in builders:
-        raise ValueError(f"there is no architecture {show(name)}")
-    known = inspect.signature(builders[name]).parameters.keys() - {"seed", "device"}
-    unknown = sorted(arguments.keys() - known)
-    if unknown:
-        raise ValueError(f"the architecture {name} has no argument {show(unknown[0])}")
-    net = builders[name](**arguments, device=device)
-    return YNet(net.encoder, net.classifier, net.ssl, replace(net.card, mean=card.mean, std=card.std))
 
 
 def _imagenet_resnet(

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import distributed
 
-from testtime.machine import describe_machine
 from testtime.networks.card import CheckpointError, check_format, check_plain
-from testtime.storage import FileError, find_differences, read_json, write_whole
+from testtime.provenance import describe_machine, find_differences
+from testtime.storage import FileError, read_json, write_whole
 from testtime.tensorfile import read_tensors, write_tensors
 from testtime.training.processes import rank, world
-from testtime.training.single import Training
+from testtime.training.training import Training
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from testtime.capture import arithmetic
+from testtime import kernels
 from testtime.data.sets import TestSet
 from testtime.networks.ynet import YNet
+from testtime.precision import arithmetic
+from testtime.progress import Progress
 from testtime.storage import hold_folder
-from testtime.training.folder import Folder, make_record
+from testtime.training.checkpoints import Folder, make_record
 from testtime.training.pool import Pool
 from testtime.training.processes import rank, world
 from testtime.training.recipe import Recipe, TrainingError
 from testtime.training.replicated import Replicated
-from testtime.training.single import Training
 from testtime.training.trainer import Trainer, fit_together
-
-Progress = Callable[[int, int, str], None]
+from testtime.training.training import Training
 
 
 def train(
@@ -53,7 +53,7 @@ def train(
         test: Images and labels, or a labelled set, whose error is measured after every epoch.
         target: Unlabelled images of the target set, for "uda".
         classes: Names of the classes; by default those of the set or of the network's card.
-        progress: Told how many of how many steps are done, and how the last epoch went.
+        progress: Called with how many steps are done, of how many, and the last epoch's results.
 
     Returns:
         The same network, in evaluation mode; `card.record` says how it was trained.
@@ -86,7 +86,7 @@ def train_together(
     """Train several networks by one recipe: from several seeds, or for several target sets.
 
     Each learns what it would learn alone, up to rounding, and has its own folder. Networks of one architecture of this
-    package take their steps side by side, as replicas of one network: one alone does not fill a GPU, and on a CPU the
+    package take their steps together, as replicas of one network: one alone does not fill a GPU, and on a CPU the
     replicas' compiled kernels are faster than torch's. Others are trained one after the other. A group that was killed
     goes on: those of its runs that are an epoch behind catch up with the rest first.
 
@@ -100,7 +100,7 @@ def train_together(
         test: As for `train`.
         targets: A target set for each, for "uda"; of one image size, but not of one length.
         classes: As for `train`.
-        progress: Told how many of how many steps are done, and how the first one's last epoch went.
+        progress: Called with how many steps are done, of how many, and the results of the first one's last epoch.
 
     Returns:
         The same networks, as `train` gives them.
@@ -196,7 +196,7 @@ class _Run:
 
 
 def _groups(runs: Sequence[_Run], epochs: int) -> Iterator[tuple[list[_Run], int]]:
-    """Runs to train side by side and up to which epoch, until all are done: those that are behind catch up first."""
+    """Runs to train together and up to which epoch, until all are done: those that are behind catch up first."""
     while True:
         done = sorted({len(run.history) for run in runs})
         if done[0] >= epochs:
@@ -210,7 +210,7 @@ def _groups(runs: Sequence[_Run], epochs: int) -> Iterator[tuple[list[_Run], int
 
 
 def _train_group(runs: Sequence[_Run], until: int, test: Pool | None, progress: Progress | None) -> None:
-    """Train runs that are equally far, side by side, up to an epoch."""
+    """Train runs that are equally far together, up to an epoch."""
     trainer = Trainer([run.training for run in runs])
     trainer.share()
     for epoch in range(len(runs[0].history), until):
@@ -225,7 +225,7 @@ def _train_epoch(
 ) -> list[dict[str, Any]]:
     """One pass over the training set; what the record of each run says of it."""
     start, done, total = time.perf_counter(), epoch * trainer.steps, trainer.recipe.epochs * trainer.steps
-    text = _tell_first([run.history[-1] for run in runs]) if runs[0].history else ""
+    text = _format_first([run.history[-1] for run in runs]) if runs[0].history else ""
     trainer.set_lr(trainer.recipe.lr_at(epoch))
     trainer.model.train()
     trainer.sums.zero_()
@@ -246,7 +246,7 @@ def _train_epoch(
         if len(runs) > 1:
             entry["together"] = len(runs)  # those are the seconds of all
     if progress is not None:
-        progress(done + trainer.steps, total, _tell_first(entries))
+        progress(done + trainer.steps, total, _format_first(entries))
     return entries
 
 
@@ -289,13 +289,13 @@ def _check_labels(pool: Pool, outputs: int) -> None:
 
 @torch.no_grad()
 def _errors(trainer: Trainer, pool: Pool) -> list[float]:
-    """Each training's share of wrong predictions, each process looking at its part of the images."""
+    """Each training's share of wrong predictions, each process on its part of the images."""
     assert pool.labels is not None
     trainer.model.eval()
     wrong = torch.zeros(trainer.count, dtype=torch.float32, device=pool.device)
     size = 2500 if isinstance(trainer.model, Replicated) and pool.tensor is not None else 500
     size = max(100, size // trainer.count)
-    if pool.device.type == "cpu":  # fewer of large images, whose features fill the memory and are made no faster
+    if not kernels.tuning(pool.device).waits:  # fewer of large images, whose features fill the memory
         size = max(1, min(size, size * 1024 // (pool.shape[-2] * pool.shape[-1])))
     for indices in torch.arange(rank(), pool.count, world(), device=pool.device).split(size):
         with arithmetic(trainer.precision, pool.device):
@@ -306,12 +306,12 @@ def _errors(trainer: Trainer, pool: Pool) -> list[float]:
     return [count / pool.count for count in wrong.tolist()]
 
 
-def tell(entry: dict[str, Any]) -> str:
-    """One epoch's entry of the record in words."""
+def format_epoch(entry: dict[str, Any]) -> str:
+    """One epoch's entry of the record as a line."""
     test = f", test {entry['test_error']:.1%}" if "test_error" in entry else ""
     return f"epoch {entry['epoch']}, loss {entry['loss']:.3f}, error {entry['train_error']:.1%}{test}"
 
 
-def _tell_first(entries: Sequence[dict[str, Any]]) -> str:
+def _format_first(entries: Sequence[dict[str, Any]]) -> str:
     others = f" (the first of {len(entries)})" if len(entries) > 1 else ""
-    return f"{tell(entries[0])}{others}"
+    return f"{format_epoch(entries[0])}{others}"

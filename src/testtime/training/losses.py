@@ -1,6 +1,6 @@
 """The methods of training: each turns a batch into its loss (paper, sections 2 and 3, appendix).
 
-A batch may be that of several trainings, one behind the other; that is why losses are not averaged here.
+A batch may be that of several trainings, concatenated; that is why losses are not averaged here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from testtime.networks.replicas import Part
 from testtime.networks.ynet import YNet
 from testtime.randomness import Draws
 from testtime.tasks import Rotation, Task
-from testtime.training.recipe import Method, Recipe
+from testtime.training.recipe import LossName, Recipe
 from testtime.training.replicated import Replicated
 
 Net = YNet | Replicated
@@ -150,7 +150,7 @@ def _as_floats(images: Tensor) -> Tensor:
     return images.float() / 255 if images.dtype == torch.uint8 else images.float()
 
 
-class Entry(NamedTuple):
+class Loss(NamedTuple):
     """A method: its loss, the names of the terms, the parts of the network that learn."""
 
     loss: Callable[[Net, Batch, Recipe, Task], tuple[Terms, Tensor]]
@@ -158,9 +158,9 @@ class Entry(NamedTuple):
     parts: tuple[Part, ...]
 
 
-METHODS: dict[Method, Entry] = {
-    "plain": Entry(plain_loss, ("main",), ("encoder", "classifier")),
-    "joint": Entry(joint_loss, ("main", "task"), ("encoder", "classifier", "ssl")),
-    "alp": Entry(alp_loss, ("main", "pairing"), ("encoder", "classifier")),
-    "uda": Entry(uda_loss, ("main", "task", "target"), ("encoder", "classifier", "ssl")),
+LOSSES: dict[LossName, Loss] = {
+    "plain": Loss(plain_loss, ("main",), ("encoder", "classifier")),
+    "joint": Loss(joint_loss, ("main", "task"), ("encoder", "classifier", "ssl")),
+    "alp": Loss(alp_loss, ("main", "pairing"), ("encoder", "classifier")),
+    "uda": Loss(uda_loss, ("main", "task", "target"), ("encoder", "classifier", "ssl")),
 }

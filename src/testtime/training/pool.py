@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from testtime import kernels
 from testtime.data.sets import TestSet
 from testtime.randomness import Draws
 
@@ -75,21 +76,6 @@ class Pool:
             raise ValueError(f"`{name}` needs {self.count} integer labels, got {labels.dtype} {tuple(labels.shape)}.")
         self.labels = None if labels is None else _usable(labels.to(device, torch.int64))
 
-    def check_range(self) -> None:
-        """Make sure that floats are pixels and not normalised already.
-
-        Raises:
-            ValueError: They do not lie in [0, 1].
-        """
-        if self.tensor is None or not self.tensor.is_floating_point():
-            return
-        low, high = (float(value) for value in self.tensor.nan_to_num().aminmax())
-        if low < 0 or high > 1:
-            raise ValueError(
-                f"Float `{self.name}` must lie in [0, 1], got {low:.3g} to {high:.3g}: "
-                "give plain pixels, the network normalises them itself."
-            )
-
     def take(self, indices: Tensor) -> Tensor:
         """Images `(n, C, H, W)` of sample numbers `(n,)`, on the device."""
         if self.tensor is not None:
@@ -114,7 +100,7 @@ def _usable(tensor: Tensor) -> Tensor:
 
 
 def _resident_bytes(device: torch.device) -> int:
-    return max(RESIDENT_BYTES, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else RESIDENT_BYTES
+    return max(RESIDENT_BYTES, kernels.free_memory(device) // 4)
 
 
 def hash_tensors(tensors: Iterable[Tensor]) -> str:

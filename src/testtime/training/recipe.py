@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from testtime.capture import Precision, check_precision
+from testtime.precision import Precision, check_precision
 from testtime.tasks import Task
 
-Method = Literal["plain", "joint", "alp", "uda"]
+LossName = Literal["plain", "joint", "alp", "uda"]
 
 
 class TrainingError(RuntimeError):
@@ -40,7 +40,7 @@ class Recipe:
         task: Another self-supervised task than the network's own.
     """
 
-    method: Method = "joint"
+    method: LossName = "joint"
     epochs: int = 150
     batch: int = 128
     lr: float = 0.1
@@ -59,8 +59,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drops", tuple(self.drops))
-        if self.method not in get_args(Method):
-            raise ValueError(f"`method` must be one of {', '.join(get_args(Method))}, got {self.method!r}.")
+        if self.method not in get_args(LossName):
+            raise ValueError(f"`method` must be one of {', '.join(get_args(LossName))}, got {self.method!r}.")
         if self.rotations not in ("all", "random"):
             raise ValueError(f'`rotations` must be "all" or "random", got {self.rotations!r}.')
         check_precision(self.precision)

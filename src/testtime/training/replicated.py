@@ -14,7 +14,7 @@ from testtime.networks.ynet import YNet
 class Replicated:
     """Networks of one architecture as replicas (networks/replicas.py), on the kernels made for them.
 
-    It is called like one network, with the S networks' images one behind the other, `(S·B, ...)`: the first B go
+    It is called like one network, with the S networks' images concatenated, `(S·B, ...)`: the first B go
     through the first network. The networks' own parameters and statistics become views of the replicas': what one
     learns the other has, until `release`.
 
@@ -30,7 +30,7 @@ class Replicated:
         self.training = False
         self._nets, self._parameters = list(nets), self.replicas.parameters(parts)
         for place, net in enumerate(nets):
-            self.replicas.load(place, net.state_dict())
+            self.replicas.write(place, net.state_dict())
             for name, stacked in self.replicas.tensors.items():
                 self._place(net, name, stacked.detach()[place])
         for stacked in self._parameters.values():

@@ -22,9 +22,12 @@ from testtime import data as datasets
 from testtime.data import folder, imagenet
 from testtime.data.folder import PictureSet
 from testtime.data.sets import OnBad, TensorSet, TestSet, check_on_bad
-from testtime.networks.resnet import resnet18, resnet26, resnet50
-from testtime.networks.ynet import YNet, load
-from testtime.storage import FileError, find_differences
+from testtime.networks.builders import BUILDERS, Builder
+from testtime.networks.checkpoint import load
+from testtime.networks.ynet import YNet
+from testtime.progress import Progress
+from testtime.provenance import find_differences
+from testtime.storage import FileError
 from testtime.training import pool
 from testtime.training.recipe import Recipe
 
@@ -55,7 +58,7 @@ class Setup:
 
 def prepare(
     data: str,
-    network: Literal["resnet26", "resnet18", "resnet50"] | None = None,
+    network: str | None = None,
     *,
     depth: int | None = None,
     norm: Literal["group", "batch"] = "group",
@@ -68,20 +71,20 @@ def prepare(
     cache: str | Path | None = None,
     spare: bool = True,
     on_bad: OnBad = "fail",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Setup:
     """The sets, a fresh network and the recipe for a data set by name.
 
     Args:
         data: "digits", "cifar10", "imagenet", or a folder with a folder of pictures for each class; if it holds
             `train` and `test` (or `val`), those are the two sets, each with the folders of the classes.
-        network: The architecture; None takes "resnet18" for ImageNet and "resnet26" for everything else.
+        network: The architecture, a name from `BUILDERS`; None takes "resnet18" for ImageNet and "resnet26" otherwise.
         depth: For "resnet26" another depth, 6n + 2; the digits take 8 by default.
         norm: "group" or "batch".
         size: Side of the images that the network sees of pictures; by default what the network is made for.
         area: The smallest share of a photograph that a random crop takes, for the networks that see such crops; 0.08 by
             default. A small set is learned sooner from larger crops.
-        start: A network file, or a shipped network's name, to start from instead of random weights; of the architecture
+        start: A network file, or a bundled network's name, to start from instead of random weights; of the architecture
             that the other arguments ask for.
         seed: Seed of the initial weights, and of the recipe.
         root: Where data sets are looked for.
@@ -97,21 +100,20 @@ def prepare(
         CheckpointError: The file of `start` is missing or damaged.
         DataError: The data is not there or damaged.
     """
-    builders = {"resnet26": resnet26, "resnet18": resnet18, "resnet50": resnet50}
     network = network or ("resnet18" if data == "imagenet" else "resnet26")
-    if network not in builders:
-        raise ValueError(f"`network` must be one of {', '.join(builders)}, got {network!r}.")
-    if depth is not None and network != "resnet26":
-        raise ValueError(f"`depth` is for resnet26; {network} has its own.")
+    if network not in BUILDERS:
+        raise ValueError(f"`network` must be one of {', '.join(BUILDERS)}, got {network!r}.")
+    builder = BUILDERS[network]
+    if depth is not None and not builder.takes("depth"):
+        raise ValueError(f"`depth` is not for {network}, which has its own.")
     if limit is not None and limit < 1:
         raise ValueError(f"`limit` must be at least 1, got {limit}.")
     check_on_bad(on_bad)
     loaded = None if start is None else load(start)
-    size = size or (32 if network == "resnet26" else 224)
-    crops = network != "resnet26"  # the others crop boxes of random size
-    if area is not None and not (crops and 0 < area <= 1):
-        raise ValueError(f"`area` must lie in (0, 1], and resnet26 has none; got {area}.")
-    source, test = _open_sets(data, root, size, round(size * 8 / 7) if crops and spare else None, on_bad)
+    size = size or builder.size
+    if area is not None and not (builder.crops and 0 < area <= 1):
+        raise ValueError(f"`area` must lie in (0, 1], and is for networks that train on random crops; got {area}.")
+    source, test = _open_sets(data, root, size, round(size * 8 / 7) if builder.crops and spare else None, on_bad)
     if source.labels is None:
         raise ValueError(f"{data} has no labels to train with: it needs a folder of pictures for each class.")
     if limit is not None and limit < len(source):
@@ -120,7 +122,7 @@ def prepare(
     source, test = keep(source), None if test is None else keep(test)
 
     def build(seed: int) -> YNet:
-        fresh = _build(builders[network], network, data, source, norm, depth, size, area, seed)
+        fresh = _build(builder, data, source, norm, depth, size, area, seed)
         if loaded is None:
             return fresh
         different = find_differences(loaded.card.architecture, fresh.card.architecture)
@@ -131,13 +133,12 @@ def prepare(
     if data == "digits":
         recipe = Recipe.digits(seed=seed)
     else:
-        recipe = Recipe.imagenet(seed=seed) if crops else Recipe.cifar(norm, seed=seed)
+        recipe = Recipe.cifar(norm, seed=seed) if builder.recipe == "cifar" else Recipe.imagenet(seed=seed)
     return Setup(build(seed), source, test, recipe, build)
 
 
 def _build(
-    builder: Callable[..., YNet],
-    network: str,
+    builder: Builder,
     data: str,
     source: TestSet,
     norm: str,
@@ -147,19 +148,21 @@ def _build(
     seed: int,
 ) -> YNet:
     channels, side, _ = source.shape
-    if network == "resnet26":
-        depth = depth or (8 if data == "digits" else 26)
-        net = builder(len(source.classes), norm=norm, depth=depth, channels=channels, size=side, seed=seed)
-        if data == "digits":
-            # A mirrored digit is no digit.
-            net.describe(augment={"name": "crop-flip", "padding": side // 8, "flip": False})
-        return net
-    if channels != 3:
-        raise ValueError(f"{network} takes colour images; for {data} use resnet26.")
-    size = min(size, side)
-    net = builder(len(source.classes), norm=norm, size=size, seed=seed)
-    scale = {} if area is None else {"scale": [area, 1.0]}
-    return net.describe(augment={"name": "resized-crop-flip", "size": size, **scale})
+    if builder.crops:
+        size = min(size, side)
+        augment = {"name": "resized-crop-flip", "size": size} | ({} if area is None else {"scale": [area, 1.0]})
+    else:
+        size = side
+        # A mirrored digit is no digit.
+        augment = {"name": "crop-flip", "padding": side // 8, "flip": False} if data == "digits" else None
+    depth = depth or (8 if data == "digits" else None)
+    options = {"depth": depth} if depth is not None and builder.takes("depth") else {}
+    if builder.takes("channels"):
+        options["channels"] = channels
+    elif channels != 3:
+        raise ValueError(f"{data} has {channels} channels; this network takes colour images.")
+    net = builder.make(len(source.classes), norm=norm, size=size, seed=seed, **options)
+    return net if augment is None else net.describe(augment=augment)
 
 
 def _open_sets(
@@ -201,7 +204,7 @@ class _Keeper:
     root: str | Path | None
     cache: str | Path | None
     on_bad: OnBad
-    progress: Callable[[int, int], None] | None
+    progress: Progress | None
 
     def __call__(self, found: TestSet) -> TestSet:
         if not isinstance(found, PictureSet):

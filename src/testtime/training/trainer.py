@@ -1,25 +1,23 @@
-"""The step of training, of one network or of several side by side."""
+"""The step of training, of one network or of several together."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 from torch import Tensor, distributed, nn
 
-from testtime import cpu
-from testtime.capture import Captured, Precision, arithmetic, check_precision
+from testtime import kernels
+from testtime.kernels.graphs import Captured, can_record, on_side_stream, record
 from testtime.networks.ynet import YNet
+from testtime.precision import Precision, arithmetic, check_precision
+from testtime.progress import read_ahead
 from testtime.randomness import Draws
-from testtime.training.methods import Batch
+from testtime.training.losses import Batch
 from testtime.training.processes import rank, world
 from testtime.training.replicated import Replicated
-from testtime.training.single import Training
-
-_NARROW = 128  # channels up to which our kernels on a CPU are known to train faster than torch
+from testtime.training.training import Training
 
 
 class Trainer:
@@ -27,7 +25,7 @@ class Trainer:
 
     `step` is the whole of training that happens on the device. It reads nothing back, and its shapes and its course do
     not depend on the numbers: on CUDA it is recorded as a graph and replayed. A network that this package built
-    computes as a replica of itself where our kernels are faster: on CUDA, and narrow ones on a CPU with a compiler.
+    computes as a replica of itself where kernels make that faster.
     Several trainings are always replicas of one network; no number of one enters another, so each goes as it would
     alone, up to rounding.
 
@@ -37,7 +35,7 @@ class Trainer:
 
     def __init__(self, trainings: Sequence[Training]) -> None:
         if len(trainings) > 1 and not fit_together(trainings):
-            raise ValueError("These trainings cannot run side by side; train them one after the other.")
+            raise ValueError("These trainings cannot run together; train them one after the other.")
         first = trainings[0]
         self.trainings, self.count = list(trainings), len(trainings)
         self.recipe, self.method, self.device = first.recipe, first.method, first.device
@@ -57,19 +55,16 @@ class Trainer:
         self.sums = torch.zeros(len(self.method.terms) + 1, self.count, dtype=torch.float32, device=self.device)
         self.graph: Captured | None = None
         # Processes wait for each other in every step, which a graph cannot hold.
-        self.eager = self.device.type != "cuda" or world() > 1
+        self.eager = not can_record(self.device) or world() > 1
 
     def _replica_fits(self) -> bool:
         """Whether to compute as replicas: several trainings must, one does so where that is faster."""
-        return self.count > 1 or (self.trainings[0].is_replicable() and self._kernels_are_faster())
-
-    def _kernels_are_faster(self) -> bool:
-        """Whether our kernels are faster than torch: on CUDA; on a CPU in float32, for networks that are not wide."""
-        if self.device.type == "cuda":
+        if self.count > 1:
             return True
         layers = [layer for layer in self.trainings[0].net.modules() if isinstance(layer, nn.Conv2d)]
-        narrow = all(layer.out_channels <= _NARROW for layer in layers)
-        return narrow and self.precision != "bf16" and cpu.available()
+        channels = max((layer.out_channels for layer in layers), default=0)
+        faster = kernels.trains_faster(self.device, channels, self.precision != "bf16")
+        return faster and self.trainings[0].is_replicable()
 
     def _moved(self) -> list[Tensor]:
         """What the optimizer moves."""
@@ -102,32 +97,9 @@ class Trainer:
             for indices, number in zip(shares, numbers, strict=True):
                 yield indices, number, None
             return
-        read = self._reader()
-        with ThreadPoolExecutor(1) as ahead:  # reads the next batch from disk while this one is trained on
-            waiting = ahead.submit(read, shares[0])
-            for step, (indices, number) in enumerate(zip(shares, numbers, strict=True)):
-                pixels = waiting.result()
-                if step + 1 < self.steps:
-                    waiting = ahead.submit(read, shares[step + 1])
-                if self.device.type == "cuda":
-                    for tensor in pixels:  # made on another stream, which is not to have the memory back too soon
-                        tensor.record_stream(torch.cuda.current_stream(self.device))
-                yield indices, number, pixels
-
-    def _reader(self) -> Callable[[Tensor], list[Tensor]]:
-        """`read_pixels`, on CUDA on a stream of its own: it does not wait for the steps that are still running."""
-        if self.device.type != "cuda":
-            return self.read_pixels
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))  # which may not have the order yet
-
-        def read(indices: Tensor) -> list[Tensor]:
-            with torch.cuda.stream(stream):
-                pixels = self.read_pixels(indices)
-            stream.synchronize()
-            return pixels
-
-        return read
+        read = on_side_stream(self.read_pixels, self.device)
+        for indices, number, pixels in zip(shares, numbers, read_ahead(map(read, shares)), strict=True):
+            yield indices, number, pixels
 
     def read_pixels(self, indices: Tensor) -> list[Tensor]:
         """The images `(S·b, C, H, W)` of each kind of pool for indices `(S, pools, b)`."""
@@ -160,11 +132,8 @@ class Trainer:
         changing = [tensor for training in self.trainings for tensor in training.state().values()]
         changing.append(self.sums)
         before = [tensor.clone() for tensor in changing]
-        try:
-            self.graph = Captured(self._advance, *inputs)
-        except RuntimeError as error:
-            self.eager = True
-            warnings.warn(f"CUDA graph capture failed, going on without it: {error}", stacklevel=2)
+        self.graph = record(lambda: Captured(self._advance, *inputs))
+        self.eager = self.graph is None
         for tensor, old in zip(changing, before, strict=True):
             tensor.copy_(old)
 

@@ -13,7 +13,7 @@ from testtime.networks.card import compare_tensors
 from testtime.networks.ynet import YNet
 from testtime.randomness import Draws
 from testtime.tasks import Rotation, Task
-from testtime.training.methods import METHODS
+from testtime.training.losses import LOSSES
 from testtime.training.pool import Pool, hash_tensors, shuffle
 from testtime.training.processes import world
 from testtime.training.recipe import Recipe
@@ -37,7 +37,7 @@ class Training:
             raise ValueError('`target` images are for the method "uda", which needs them.')
         if target is not None and target.shape != source.shape:
             raise ValueError(f"`target` images are {target.shape}, training images {source.shape}; they must agree.")
-        self.net, self.recipe, self.method = net, recipe, METHODS[recipe.method]
+        self.net, self.recipe, self.method = net, recipe, LOSSES[recipe.method]
         self.pools = [source] if target is None else [source, target]
         self.device = source.device
         self.augment = augmentations.make(net.card.augment)
@@ -130,9 +130,9 @@ class Training:
         example = self.pools[0].take(torch.zeros(1, dtype=torch.int64, device=self.device))
         if self.net.channels not in (None, example.shape[1]):  # one channel would be repeated without a word
             raise ValueError(f"`images` have {example.shape[1]} channels, the network takes {self.net.channels}.")
-        if any(self.net.card.mean) or any(value != 1 for value in self.net.card.std):
-            for pool in self.pools:
-                pool.check_range()
+        for pool in self.pools:
+            if pool.tensor is not None:
+                self.net.check_range(pool.name, pool.tensor)
         self.net.eval()
         key = Draws.of(0, torch.zeros(1, dtype=torch.int64, device=self.device))
         try:

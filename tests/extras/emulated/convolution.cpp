@@ -1,4 +1,4 @@
-// The kernels of convolution.cu as functions of a shared library; built by test_kernels.py with -D for one kind of number,
+// The kernels of convolution.cu as functions of a shared library; built by test_emulated_kernels.py with -D for one kind of number,
 // channels and width.
 
 #include "cuda.h"

@@ -1,4 +1,4 @@
-// Enough of CUDA to run the blocks of src/testtime/kernels/*.cu on a CPU, one after the other.
+// Enough of CUDA to run the blocks of src/testtime/kernels/cuda/*.cu on a CPU, one after the other.
 //
 // The threads of a block are fibers that take turns; they wait for their warp or their block where the hardware would.
 // What a matrix instruction does to the registers of a warp is written out element by element.

@@ -5,67 +5,35 @@ and GroupNorm, which it does not. kernels.cpp needs fewer products for the first
 images for the second, and takes the replicas as they lie. Everything is float32 and exact but for rounding, of which a
 convolution has up to four times as much as torch's, and a norm no more.
 
-build.py compiles it with the machine's own C++ compiler when it is first needed, in a few seconds, and keeps the
-result. Without a compiler, or with `TESTTIME_COMPILE=0` set, `available` says no and torch's own layers do the work.
+build.py compiles it with the machine's own C++ compiler when it is first needed, in about ten seconds, and stores the
+result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from testtime.cpu.build import Chain, Filters, Layer, Norm, available, kernels
-from testtime.pointers import pointer
-
-__all__ = ["CHANNELS", "LARGEST", "Convolution", "GroupNorm", "available", "convolve", "convolve_strided", "group_norm"]
-
-CHANNELS = (16, 32, 64, 128, 256)  # that `convolve` is compiled for
-LARGEST = 2**30  # an image must have fewer numbers, here and in every result: the kernels count them in 32 bits
+from testtime.kernels import CPU_CHANNELS, CPU_LARGEST, Convolution, ConvolutionForm, NormForm
+from testtime.kernels.cpu.build import Chain, Filters, Layer, Norm, kernels
+from testtime.kernels.pointers import pointer
 
 
-@dataclass(frozen=True)
-class GroupNorm:
-    """Settings and parameters of GroupNorm, with ReLU behind it or not.
-
-    Attributes:
-        groups: How many groups.
-        weight: Scale `(S, C)`.
-        bias: Shift `(S, C)`.
-        eps: Added to the variance.
-        relu: Whether ReLU follows.
-    """
-
-    groups: int
-    weight: Tensor
-    bias: Tensor
-    eps: float
-    relu: bool
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """A 3×3 convolution, stride and padding 1, of as many channels in as out.
-
-    Attributes:
-        weight: Filters `(S, C, C, 3, 3)`; C is one of `CHANNELS`.
-        norm: Applied first, if any.
-    """
-
-    weight: Tensor
-    norm: GroupNorm | None = None
-
-
-def group_norm(x: Tensor, norm: GroupNorm) -> Tensor:
+def group_norm(x: Tensor, norm: NormForm) -> Tensor:
     """GroupNorm of x `(S·B, C, H, W)`, float32; C is a multiple of 16."""
     return _GroupNorm.apply(x, norm.weight, norm.bias, norm)  # type: ignore[return-value]
 
 
-def convolve(x: Tensor, layers: Sequence[Convolution], plus: Tensor | None = None) -> Tensor:
-    """A chain of convolutions of x `(S·B, C, H, W)`, float32.
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm, plus: Tensor | None) -> Tensor:
+    """A 3×3 convolution, stride and padding 1, of as many channels in as out, one of `CPU_CHANNELS`, in float32."""
+    return convolve_chain(x, [Convolution(weight)], plus)
+
+
+def convolve_chain(x: Tensor, layers: Sequence[Convolution], plus: Tensor | None = None) -> Tensor:
+    """A chain of such convolutions of x `(S·B, C, H, W)`.
 
     If their number is odd, `plus` is added to the output of the first. The others come in pairs, residual blocks: the
     input of a pair is added to its output.
@@ -84,22 +52,20 @@ def convolve(x: Tensor, layers: Sequence[Convolution], plus: Tensor | None = Non
     return _Convolve.apply(x, plus, layers, *tensors)  # type: ignore[return-value]
 
 
-def convolve_strided(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
-    """A 3×3 convolution of any stride.
+def convolve_strided(
+    x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm, plus: Tensor | None
+) -> Tensor:
+    """A 3×3 convolution of any stride and padding, in float32; outputs are a multiple of 16.
 
-    Args:
-        x: Images `(S·B, inputs, H, W)`, float32.
-        weight: Filters `(S, outputs, inputs, 3, 3)`; outputs are a multiple of 16. Of an expanded tensor, whose
-            replicas have the same filters, each has a gradient of its own.
-        stride: Of the convolution.
-        padding: On all sides.
+    Of an expanded tensor of filters, whose replicas have the same ones, each has a gradient of its own.
     """
-    return _ConvolveStrided.apply(x, weight, stride, padding)  # type: ignore[return-value]
+    y = _ConvolveStrided.apply(x, weight, form.stride[0], int(form.padding[0]))
+    return y if plus is None else y + plus  # type: ignore[return-value,operator]
 
 
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: GroupNorm) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: NormForm) -> Tensor:
         x, norm = _channels_last(x), _norm_in_rows(norm)
         y, moments = torch.empty_like(x), x.new_empty(len(x), norm.groups, 2)
         count, *rest = _sizes(x, *norm.weight.shape)
@@ -164,7 +130,7 @@ class _ConvolveStrided(torch.autograd.Function):
         if weight.shape[3:] != (3, 3) or weight.shape[1] % 16 or stride < 1 or padding < 0:
             raise ValueError(f"`convolve_strided` has no form for filters {tuple(weight.shape)} and stride {stride}.")
         sides = [(side + 2 * padding - 3) // stride + 1 for side in x.shape[2:]]
-        if min(sides) < 1 or weight.shape[1] * sides[0] * sides[1] >= LARGEST:
+        if min(sides) < 1 or weight.shape[1] * sides[0] * sides[1] >= CPU_LARGEST:
             raise ValueError(f"Images {tuple(x.shape)} are too small or too large for a convolution of 3×3.")
         y = _empty_images(x, len(x), weight.shape[1], *sides)
         inner = x.shape[2], x.shape[3], x.shape[1], *sides, weight.shape[1]
@@ -202,8 +168,8 @@ def _forward(
 
 def _chain(x: Tensor, layers: Sequence[Convolution], moments: Tensor) -> Chain:
     replicas, images, threads = _sizes(x, *layers[0].weight.shape[:2])
-    if x.shape[1] not in CHANNELS:
-        raise ValueError(f"`convolve` is not compiled for {x.shape[1]} channels; it is for {CHANNELS}.")
+    if x.shape[1] not in CPU_CHANNELS:
+        raise ValueError(f"`convolve` is not compiled for {x.shape[1]} channels; it is for {CPU_CHANNELS}.")
     array = (Layer * len(layers))(*(_layer(x, replicas, *both) for both in zip(layers, moments, strict=True)))
     return Chain(array, len(layers), len(layers) % 2, replicas, images, *x.shape[2:], x.shape[1], threads)
 
@@ -214,7 +180,7 @@ def _layer(x: Tensor, count: int, layer: Convolution, moments: Tensor) -> Layer:
     return Layer(norm, filters, layer.weight.stride(0))
 
 
-def _norm(x: Tensor, count: int, norm: GroupNorm, moments: Tensor) -> Norm:
+def _norm(x: Tensor, count: int, norm: NormForm, moments: Tensor) -> Norm:
     channels, apart = x.shape[1], norm.weight.stride(0)
     alike = count == 1 or norm.bias.stride(0) == apart  # of a single row the stride says nothing
     if channels % 16 or norm.groups < 1 or channels % norm.groups or not alike:
@@ -247,7 +213,7 @@ def _sizes(x: Tensor, count: int, channels: int) -> tuple[int, int, int]:
     Raises:
         ValueError: The images are none, too large, not as many for each replica, or have other channels than the layer.
     """
-    if x.numel() == 0 or len(x) % count or x.shape[1] != channels or x[0].numel() >= LARGEST:
+    if x.numel() == 0 or len(x) % count or x.shape[1] != channels or x[0].numel() >= CPU_LARGEST:
         raise ValueError(f"Images {tuple(x.shape)} do not fit a layer of {count} replicas and {channels} channels.")
     return count, len(x) // count, torch.get_num_threads()
 
@@ -270,9 +236,9 @@ def _in_rows(layers: Sequence[Convolution]) -> Sequence[Convolution]:
     return [Convolution(one.weight.contiguous(), norm) for one, norm in zip(layers, norms, strict=True)]
 
 
-def _norm_in_rows(norm: GroupNorm) -> GroupNorm:
+def _norm_in_rows(norm: NormForm) -> NormForm:
     """The norm, with scale and shift in pieces that are as far apart in one as in the other."""
     weight, bias = norm.weight, norm.bias
     if weight.stride() == bias.stride() and weight.stride(1) == 1:
         return norm
-    return GroupNorm(norm.groups, weight.contiguous(), bias.contiguous(), norm.eps, norm.relu)
+    return NormForm(norm.groups, weight.contiguous(), bias.contiguous(), norm.eps, norm.relu)

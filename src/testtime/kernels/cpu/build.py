@@ -75,7 +75,7 @@ _ARGUMENTS = {
 
 def available() -> bool:
     """Whether the kernels can be used here; the first call may have to compile them."""
-    return os.environ.get("TESTTIME_COMPILE") != "0" and _loaded() is not None
+    return _loaded() is not None
 
 
 def kernels() -> ctypes.CDLL:
@@ -209,7 +209,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 def _check(enough: bool, *call: object) -> None:
     if not enough:
-        raise MemoryError("there is not enough memory for the kernels of testtime.cpu")
+        raise MemoryError("there is not enough memory for the kernels of testtime.kernels.cpu")
 
 
 def _run(command: list[str], deadline: float) -> str:

@@ -9,15 +9,91 @@ A replica's images are a table of pixels, (B·H·W, C). Sums over the pixels are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]  # comes with CUDA builds of torch, and only there
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from testtime.kernels.cuda import gradient_buffer
+from testtime.kernels.cuda.gradient_buffer import GradientBuffer
+from testtime.kernels.cuda.layout import channels_last, check_images, check_rows
+
 _NUMBERS = 8192  # in a tile
 _PROGRAMS = 512  # that share the pixels for a sum
 _WARPS = 8
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+    relu: bool,
+) -> Tensor:
+    """BatchNorm of x `(S·B, C, H, W)`, channels last, then ReLU if asked; statistics and parameters are `(S, C)`.
+
+    In training it uses the statistics of each replica's images and lets the running ones, float32, follow them.
+    """
+    x = x.contiguous(memory_format=torch.channels_last)
+    mean, variance = running_mean, running_var
+    if training:
+        mean, variance = moments(x.detach(), running_mean, running_var, momentum)
+    rest = eps, training, relu, gradient_buffer.current()
+    return _BatchNorm.apply(x, mean, variance, weight, bias, *rest)  # type: ignore[return-value]
+
+
+class _BatchNorm(torch.autograd.Function):
+    """`follows`: whether the statistics are those of x itself, and so change with it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        follows: bool,
+        relu: bool,
+        buffer: GradientBuffer | None,
+    ) -> Tensor:
+        check_images(x, len(weight))
+        check_rows(x, mean, variance, weight, bias)
+        y = channels_last(x, *x.shape)
+        apply(x, y, mean, variance, weight, bias, eps, relu)
+        ctx.save_for_backward(x, mean, variance, weight, bias)
+        ctx.eps, ctx.follows, ctx.relu = eps, follows, relu
+        ctx.buffer, ctx.shares = buffer, None
+        if buffer is not None and all(ctx.needs_input_grad[3:5]):
+            shares = [buffer.reserve(parameter, 1) for parameter in (weight, bias)]
+            ctx.shares = None if None in shares else shares
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, variance, weight, bias = ctx.saved_tensors
+        grad = grads[0].contiguous(memory_format=torch.channels_last)
+        learns = any(ctx.needs_input_grad[3:5])
+        given = x, grad, mean, variance, weight, bias, ctx.eps, ctx.relu
+        sums = grad_x = of_weight = of_bias = None
+        if ctx.shares is not None and ctx.buffer.collects:
+            sums = [ctx.buffer.rows(share)[0] for share in ctx.shares]
+        elif ctx.follows or learns:
+            sums = torch.empty(2, *weight.shape, dtype=torch.float32, device=x.device).unbind()
+            of_weight, of_bias = sums if learns else (None, None)
+        if sums is not None:
+            gradient_sums(*given, *sums)
+        if ctx.needs_input_grad[0]:
+            grad_x = channels_last(x, *x.shape)
+            input_gradient(*given, grad_x, sums if ctx.follows else None)
+        return grad_x, None, None, of_weight, of_bias, None, None, None, None
 
 
 def moments(x: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float) -> Tensor:

@@ -10,9 +10,8 @@ one piece of memory until the backward pass is done.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +21,11 @@ import triton  # pyright: ignore[reportMissingImports]  # comes with CUDA builds
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from testtime.capture import Beside
+from testtime.kernels.graphs import Concurrent
 
 _FEW = 8  # replicas, whose gradients are small enough to be kept until the end of the backward pass
 
-_current: ContextVar[Gathering | None] = ContextVar("gathering", default=None)
+_current: ContextVar[GradientBuffer | None] = ContextVar("buffer", default=None)
 
 
 @dataclass(eq=False)
@@ -48,10 +47,10 @@ class Share:
     written: bool = False
 
 
-class Gathering:
-    """Gathers the gradient by parameters that all lie in one tensor.
+class GradientBuffer:
+    """The gradient by parameters that all lie in one tensor, gathered in one piece of memory.
 
-    Whatever is computed within `with gathering:` may take part. In the one backward pass between `begin` and `collect`
+    Whatever is computed within `with buffer:` may take part. In the one backward pass between `begin` and `collect`
     the kernels keep back the sums they would end with, and give autograd nothing in their place; `collect` adds them up
     and puts them where they belong.
 
@@ -62,7 +61,7 @@ class Gathering:
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
         self._tables: dict[Any, Tensor] = {}  # never dropped: recorded graphs read them
-        self._beside = Beside(numbers.device) if numbers.is_cuda and len(numbers) <= _FEW else None
+        self._side = Concurrent(numbers.device) if len(numbers) <= _FEW else None
         self._forget()
 
     def _forget(self) -> None:
@@ -70,21 +69,20 @@ class Gathering:
         self._reserved: list[weakref.ref[Share]] = []
         self._shares: list[Share] = []
         self._memory: Tensor | None = None
-        self._kept: list[Tensor] = []
 
-    def __enter__(self) -> Gathering:
+    def __enter__(self) -> GradientBuffer:
         self._forget()
         self._token = _current.set(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         _current.reset(self._token)
-        if self._beside is not None:
-            self._beside.join()
+        if self._side is not None:
+            self._side.wait()
         self._forget()
 
     def reserve(self, parameter: Tensor, rows: int) -> Share | None:
-        """A place for what a use of a parameter will add to its gradient; None if that is not for gathering."""
+        """A place for what a use of a parameter will add to its gradient; None if it is not one of them."""
         place = parameter.data_ptr() - self._numbers.data_ptr()
         width = self._numbers.shape[1] * self._numbers.element_size()
         if self.collects or not parameter.is_leaf or not 0 <= place < width:
@@ -112,22 +110,18 @@ class Gathering:
         size = share.rows * len(self._numbers) * share.columns
         return self._memory[share.start : share.start + size].view(share.rows, len(self._numbers), share.columns)
 
-    @contextlib.contextmanager
-    def beside(self, *tensors: Tensor) -> Iterator[None]:
-        """Within it, what reads `tensors` and is only needed by `collect` is computed beside what follows."""
-        if self._beside is None:
-            yield
-            return
-        self._kept += tensors
-        with self._beside:
-            yield
+    def later(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run a function whose results only `collect` needs, concurrently with what follows."""
+        if self._side is None:
+            function(*arguments)
+        else:
+            self._side.later(function, *arguments)
 
     def collect(self) -> Tensor:
         """The gradient `(S, P)` by all parameters; zeros where nothing was kept back."""
         assert self.collects
-        if self._beside is not None:
-            self._beside.join()
-        self._kept = []
+        if self._side is not None:
+            self._side.wait()
         result = torch.empty_like(self._numbers)
         count, width = self._numbers.shape
         for share in self._shares:
@@ -150,8 +144,8 @@ class Gathering:
         return result
 
 
-def current() -> Gathering | None:
-    """The gathering that what is computed now belongs to; None where no gradient will be asked for."""
+def current() -> GradientBuffer | None:
+    """The buffer that what is computed now belongs to; None where no gradient will be asked for."""
     return _current.get() if torch.is_grad_enabled() else None
 
 

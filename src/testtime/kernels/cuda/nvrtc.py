@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from testtime.pointers import pointer
+from testtime.kernels.pointers import pointer
 
 log = logging.getLogger(__name__)
 

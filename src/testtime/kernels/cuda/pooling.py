@@ -12,8 +12,72 @@ import triton  # pyright: ignore[reportMissingImports]  # comes with CUDA builds
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from testtime.kernels.cuda import gradient_buffer
+from testtime.kernels.cuda.gradient_buffer import GradientBuffer
+from testtime.kernels.cuda.layout import channels_last, check_images
+from testtime.kernels.pointers import check
 
-def pool_linear(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+
+def pool_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Means over the pixels of x `(S·B, C, H, W)` through linear layers, weight `(S, O, C)`; float32 `(S·B, O)`."""
+    return _PoolLinear.apply(x, weight, bias, gradient_buffer.current())  # type: ignore[return-value]
+
+
+def halve(x: Tensor, extra: int) -> Tensor:
+    """Means of 2×2 pixels of x `(N, C, H, W)`, with `extra` channels of zeros behind its own."""
+    return _Halve.apply(x, extra)  # type: ignore[return-value]
+
+
+class _PoolLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, buffer: GradientBuffer | None) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        replicas, outputs = bias.shape
+        check_images(x, replicas)
+        check(weight, (replicas, outputs, x.shape[1]), "rows", device=x.device)
+        check(bias, (replicas, outputs), "rows", device=x.device)
+        y, means = _pool_linear_forward(x, weight, bias)
+        ctx.save_for_backward(means, weight)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.buffer, ctx.shares = buffer, None
+        if buffer is not None and all(ctx.needs_input_grad[1:3]):
+            shares = [buffer.reserve(parameter, len(x) // len(weight)) for parameter in (weight, bias)]
+            ctx.shares = None if None in shares else shares
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        means, weight = ctx.saved_tensors
+        grad_x = channels_last(means, *ctx.shape, dtype=ctx.dtype)
+        of_weight = of_bias = None
+        if ctx.shares is not None and ctx.buffer.collects:
+            parts = [ctx.buffer.rows(share) for share in ctx.shares]
+            _pool_linear_gradients(grads[0].contiguous(), grad_x, means, weight, *parts)
+        else:
+            rows = len(means) // len(weight)
+            parts = [means.new_empty(rows, *weight.shape), means.new_empty(rows, *weight.shape[:2])]
+            _pool_linear_gradients(grads[0].contiguous(), grad_x, means, weight, *parts)
+            of_weight, of_bias = (part.sum(0) for part in parts)
+        return grad_x, of_weight, of_bias, None
+
+
+class _Halve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, extra: int) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        images, channels, height, width = ctx.shape = x.shape
+        y = channels_last(x, images, channels + extra, height // 2, width // 2)
+        _halve_forward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x = channels_last(grads[0], *ctx.shape)
+        _halve_gradient(grads[0].contiguous(memory_format=torch.channels_last), grad_x)
+        return grad_x, None
+
+
+def _pool_linear_forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """The mean of x `(S·B, C, H, W)` over its pixels through a linear layer `(S, O, C)`: `(S·B, O)` and the means."""
     images, channels, height, width = x.shape
     outputs = weight.shape[1]
@@ -26,7 +90,7 @@ def pool_linear(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor
     return y, means
 
 
-def pool_linear_backward(
+def _pool_linear_gradients(
     grad: Tensor, grad_x: Tensor, means: Tensor, weight: Tensor, of_weight: Tensor, of_bias: Tensor
 ) -> None:
     """Write the gradient by x, and every image's by weight and bias, `(B, S, O, C)` and `(B, S, O)` in memory."""
@@ -44,14 +108,14 @@ def _tile(pixels: int, channels: int, outputs: int) -> dict[str, Any]:
     return {"BLOCK": block, "ROWS": rows, "num_warps": 4}
 
 
-def halve(x: Tensor, y: Tensor) -> None:
+def _halve_forward(x: Tensor, y: Tensor) -> None:
     """Write means of 2×2 pixels of x `(N, C, H, W)` to y `(N, O, H/2, W/2)`, zeros in the channels that x lacks."""
     _halve[(len(y), triton.cdiv(y[0].numel(), 1024))](
         x, y, y.shape[3], x.shape[1], y.shape[1], y[0].numel(), BLOCK=1024, num_warps=4
     )
 
 
-def halve_backward(grad: Tensor, grad_x: Tensor) -> None:
+def _halve_gradient(grad: Tensor, grad_x: Tensor) -> None:
     """Write the gradient of `halve` by x."""
     _halve_backward[(len(grad_x), triton.cdiv(grad_x[0].numel(), 1024))](
         grad, grad_x, grad_x.shape[3], grad_x.shape[1], grad.shape[1], grad[0].numel(), grad_x[0].numel(),

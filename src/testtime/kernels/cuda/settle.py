@@ -34,13 +34,14 @@ def settle(
     return answers, loss, adapted, rolled_back, undone
 
 
-def put_back(numbers: Tensor, old: Tensor, rows: Tensor) -> None:
+def put_rows(numbers: Tensor, old: Tensor, rows: Tensor) -> bool:
     """Where `rows`, bool `(S,)`, is true, set the numbers `(S, ...)` to the old ones; the others are not touched."""
     assert numbers.is_contiguous()
     width = numbers[0].numel()
     block = min(4096, triton.next_power_of_2(width))
     grid = triton.cdiv(width, block), len(numbers)
     _put_back[grid](numbers, old.contiguous(), _bytes(rows.contiguous()), width, BLOCK=block, num_warps=4)
+    return True
 
 
 def _bytes(flags: Tensor) -> Tensor:

@@ -10,12 +10,11 @@ import triton  # pyright: ignore[reportMissingImports]  # comes with CUDA builds
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from testtime.kernels.tiles import scramble
-from testtime.randomness import GOLDEN, purpose_word
+from testtime.kernels.cuda.hash import GOLDEN, scramble
 
 
 def make_views(
-    images: Tensor, keys: Tensor, copies: int, padding: int, flip: bool, turns: int
+    images: Tensor, keys: Tensor, copies: int, padding: int, flip: bool, turns: int, words: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor]:
     """What `CropFlip` makes of images and `Rotation` of that, bit for bit.
 
@@ -26,20 +25,21 @@ def make_views(
         padding: Black pixels on each side of the image, before it is cropped.
         flip: Whether half of the copies are flipped.
         turns: 1 for one turn of each copy, by chance; 4 for all of them.
+        words: What a key gains for drawing crops, flips and turns.
 
     Returns:
         Views `(N·copies·turns, C, side, side)` and the turns, int64.
     """
-    return _launch(images, keys, copies, padding, flip, turns)
+    return _launch(images, keys, copies, padding, flip, turns, words)
 
 
-def turn(images: Tensor) -> tuple[Tensor, Tensor]:
+def rotate(images: Tensor) -> tuple[Tensor, Tensor]:
     """All four turns of images `(N, C, H, W)`: views `(4·N, C, side, side)` and the turns, int64."""
-    return _launch(images, None, 1, 0, False, 4)
+    return _launch(images, None, 1, 0, False, 4, (0, 0, 0))
 
 
 def _launch(
-    images: Tensor, keys: Tensor | None, copies: int, padding: int, flip: bool, turns: int
+    images: Tensor, keys: Tensor | None, copies: int, padding: int, flip: bool, turns: int, words: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor]:
     count, channels, height, width = images.shape
     side, made = min(height, width), count * copies * turns
@@ -52,7 +52,7 @@ def _launch(
         images, targets if keys is None else keys.contiguous(), views, targets,
         copies, channels, height, width, side, (height - side) // 2, (width - side) // 2,
         DRAW=keys is not None, PADDING=padding, FLIP=flip, TURNS=turns, GOLDEN=GOLDEN,
-        CROP_WORD=purpose_word("crop"), FLIP_WORD=purpose_word("flip"), TURN_WORD=purpose_word("rotation"),
+        CROP_WORD=words[0], FLIP_WORD=words[1], TURN_WORD=words[2],
         BLOCK=1024, num_warps=4,
     )  # fmt: skip
     return views, targets

@@ -1,0 +1,40 @@
+"""Checks of what users give: images and their numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from testtime.networks.ynet import YNet
+
+
+def check_images(net: YNet, images: Tensor) -> None:
+    """Check images for a network.
+
+    Raises:
+        TypeError: They are no tensor.
+        ValueError: They are not `(N, C, H, W)`, of other channels, another type, or floats beyond [0, 1].
+    """
+    if not isinstance(images, Tensor):
+        raise TypeError(f"`images` must be a tensor, got {type(images).__name__}.")
+    if images.dim() != 4 or 0 in images.shape[1:]:
+        hint = "; for one image add an axis: images[None]" if images.dim() == 3 else ""
+        raise ValueError(f"`images` must be (N, C, H, W), got {tuple(images.shape)}{hint}.")
+    if net.channels is not None and images.shape[1] != net.channels:
+        raise ValueError(f"`images` must have {net.channels} channels, got {images.shape[1]}.")
+    if images.dtype != torch.uint8 and not images.is_floating_point():
+        raise ValueError(f"`images` must be uint8, or floats in [0, 1], got {images.dtype}.")
+    net.check_range("images", images)
+
+
+def check_samples(samples: Tensor, count: int) -> None:
+    """Check the numbers of so many images.
+
+    Raises:
+        TypeError: They are no tensor.
+        ValueError: They are not as many integers.
+    """
+    if not isinstance(samples, Tensor):
+        raise TypeError(f"`samples` must be a tensor of integers, got {type(samples).__name__}.")
+    if samples.dtype not in (torch.int64, torch.int32) or samples.shape != (count,):
+        raise ValueError(f"`samples` must be {count} integers, got {samples.dtype} {tuple(samples.shape)}.")

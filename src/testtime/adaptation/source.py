@@ -1,0 +1,79 @@
+"""The network as it was given: its answers, and what they become by a correction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from testtime import kernels
+from testtime.adaptation.batching import run_fitting
+from testtime.adaptation.methods import Method
+from testtime.adaptation.objectives import Observation
+from testtime.adaptation.prediction import Prediction
+from testtime.adaptation.settings import Settings
+from testtime.kernels.graphs import Later
+from testtime.networks.replicas import Replicas
+from testtime.networks.stacked import Linear
+from testtime.networks.ynet import YNet
+from testtime.precision import check_precision
+from testtime.randomness import Draws
+
+
+class Source:
+    """A network that learns nothing, with an objective's view of the images.
+
+    Args:
+        net: The network.
+        method: Whose objective and correction.
+        settings: Task, precision, whether answers are mirrored.
+        shape: (C, H, W) of the images to come.
+    """
+
+    def __init__(self, net: YNet, method: Method, settings: Settings, shape: tuple[int, ...]) -> None:
+        device = next(net.parameters()).device
+        example = Draws.of(0, torch.arange(2, device=device)).uniform(*shape)
+        self._replicas = Replicas(net, 1, (), example, check_precision(settings.precision))
+        self._replicas.use_statistics("batch" if settings.statistics == "batch" else "source")
+        self._objective = method.objective(self._replicas, settings, _at_once)
+        self._correction = method.correction
+        small = kernels.tuning(device).observed  # fewer of large images: their features fill the memory
+        self._most = max(1, min(small, small * 1024 // (shape[-2] * shape[-1])))
+        self._whole = settings.statistics == "batch"
+
+    def predict(self, images: Tensor) -> Prediction:
+        """The answers to images `(N, C, H, W)`; a correction sees all of them together."""
+        if len(images) == 0:
+            return self.predict(images.new_zeros(1, *images.shape[1:]))[:0]
+        most = len(images) if self._whole else self._most
+        observed = run_fitting(most, lambda count: self._observe(images.split(count)))
+        answers = Prediction.unadapted(*(tensor[0] for tensor in observed))
+        if self._correction is None:
+            return answers
+        features = run_fitting(most, lambda count: self._embed(images.split(count)))
+        return Prediction(self._correction(answers.logits, features), *_list(answers)[1:])
+
+    def _observe(self, chunks: tuple[Tensor, ...]) -> Observation:
+        parts = [self._objective.observe(chunk[None]) for chunk in chunks]
+        return Observation(*(torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True)))
+
+    def _embed(self, chunks: tuple[Tensor, ...]) -> Tensor:
+        """What the classifier's last linear layer sees, `(N, D)`."""
+        layers = [m for m in self._replicas.parts["classifier"].modules() if isinstance(m, (Linear, nn.Linear))]
+        if not layers:
+            raise ValueError("The classifier has no linear layer, so there are no features in front of it.")
+        seen: list[Tensor] = []
+        with layers[-1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].flatten(0, -2))):
+            for chunk in chunks:
+                self._replicas(chunk[None])
+        return torch.cat(seen)
+
+
+def _at_once(function: Callable[..., Any], *arguments: Any) -> Later[Any]:
+    return Later(function(*arguments))
+
+
+def _list(answers: Prediction) -> list[Tensor]:
+    return [getattr(answers, name) for name in answers.__dataclass_fields__]

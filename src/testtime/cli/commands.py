@@ -1,0 +1,41 @@
+"""The commands as one typer application."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from testtime.cli import correlate, corrupt, data, demo, diagnose, eval, gradients, info, predict, report, train
+
+app = typer.Typer(
+    name="testtime",
+    help="Test-Time Training: a vision model that learns, without labels, from each image it is about to classify.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (train.train, predict.predict, info.info):
+    app.command()(command)
+app.command("eval", cls=eval.EvaluateCommand)(eval.evaluate)
+for command in (report.report, diagnose.diagnose, gradients.gradients, correlate.correlate, corrupt.corrupt, demo.demo):
+    app.command()(command)
+app.add_typer(data.app, name="data")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from testtime import __version__
+
+        typer.echo(f"testtime {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,102 @@
+"""`testtime predict`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer import Argument, Option
+
+from testtime.cli.console import as_bad_arguments, echo, load_network, pick_device, progress
+from testtime.cli.options import METHOD, Checkpoint, Device, Json
+
+if TYPE_CHECKING:
+    from testtime.data import DataError
+
+_TOGETHER = 16  # images in a call, for methods that learn from batches and for GPUs
+
+Images = Annotated[list[Path], Argument(help="Image files, or folders of them.", show_default=False)]
+IsOnline = Annotated[bool, Option("--online", help="Carry over what was learned from one image to the next.")]
+MethodName = Annotated[
+    Literal["ttt", "best", "tent", "cotta", "lame"] | None,
+    Option(help="Adaptation method; implies --online.", show_default="ttt", rich_help_panel=METHOD),
+]
+Steps = Annotated[
+    int | None, Option(min=0, help="Gradient steps per image.", show_default="10; online 1", rich_help_panel=METHOD)
+]
+Lr = Annotated[float | None, Option(help="Learning rate.", show_default="0.001", rich_help_panel=METHOD)]
+Copies = Annotated[
+    int | None, Option(min=1, help="Augmented copies per step.", show_default="32", rich_help_panel=METHOD)
+]
+Threshold = Annotated[
+    float | None,
+    Option(
+        min=0,
+        max=1,
+        help="Adapt only where the confidence of the self-supervised task is below this.",
+        show_default="1",
+        rich_help_panel=METHOD,
+    ),
+]
+Seed = Annotated[int, Option(help="Seed of the augmentations.", rich_help_panel=METHOD)]
+
+
+def predict(
+    images: Images,
+    checkpoint: Checkpoint = None,
+    online: IsOnline = False,
+    method: MethodName = None,
+    steps: Steps = None,
+    lr: Lr = None,
+    copies: Copies = None,
+    threshold: Threshold = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+    device: Device = "auto",
+) -> None:
+    """Classify images, before and after the network has adapted to each.
+
+    An image's central square is resized to the network's input size. The last
+    column is the change, by adaptation, of the probability of the class that
+    is predicted after it. An image file that cannot be read is reported and
+    left out; the exit code is then 1.
+
+    Examples:
+      testtime predict cat.jpg
+      testtime predict holiday/ --online --json
+      testtime predict holiday/ --method best
+      testtime predict *.png -c runs/photos/network.safetensors --steps 1
+    """
+    from testtime.adaptation.methods import METHODS
+    from testtime.evaluation import predict_files
+
+    place, online = pick_device(device), online or method is not None
+    pictures = predict_files.find_pictures(images)
+    name, net = load_network(checkpoint, place)
+    batched = method is not None and "batch" in METHODS[method].needs
+    together = _TOGETHER if batched or (place.startswith("cuda") and not online) else 1
+    settings: dict[str, Any] = {"steps": steps, "lr": lr, "copies": copies, "threshold": threshold, "seed": seed}
+    with as_bad_arguments():
+        adapter = predict_files.prepare_adapter(net, online, together, method=method, **settings)
+    unread: list[str] = []
+
+    def skip(fault: DataError) -> None:
+        unread.append(str(fault))
+        echo(f"error: {fault}", err=True)
+
+    answers = predict_files.predict(adapter, net.card, pictures, together, skip)
+    if as_json:
+        found = []
+        with progress("pictures") as report:
+            for answer in answers:
+                found.append(asdict(answer))
+                report(len(found) + len(unread), len(pictures), "")
+        typer.echo(json.dumps({"network": name, "answers": found, "unread": unread}, indent=1))
+    else:
+        for answer in answers:
+            echo(predict_files.format_answer(answer))
+    if unread:
+        raise typer.Exit(1)

@@ -1,0 +1,265 @@
+"""`testtime train`."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import typer
+from typer import Option
+
+from testtime.checks import show
+from testtime.cli.console import as_bad_arguments, echo, name_folder, pick_device, progress, report_skipped
+from testtime.cli.options import MACHINE, NETWORK, RECIPE, DataRoot, Device, OnBadImage
+from testtime.progress import Progress
+
+if TYPE_CHECKING:
+    from testtime.data import TestSet
+
+_SEEDS = 1000  # the most of a range: each is a network
+
+Out = Annotated[
+    Path | None,
+    Option(
+        help="Folder of the run; an unfinished training in it is resumed.",
+        show_default="runs/train-…, named by a hash of the options",
+    ),
+]
+Data = Annotated[str, Option(help="digits (bundled), cifar10, imagenet, or a folder with one subfolder per class.")]
+TrainingMethod = Annotated[
+    Literal["joint", "plain", "alp", "uda"],
+    Option(
+        help="joint: classes and rotations, which later adaptation needs; plain: classes only; "
+        "alp: adversarial logit pairing; uda: joint, and rotations of --target."
+    ),
+]
+Target = Annotated[
+    str | None, Option(help="Unlabelled target set of uda, such as cifar10-c/fog/5.", show_default=False)
+]
+Targets = Annotated[
+    str | None,
+    Option(
+        help="Several target sets, one network for each in OUT/SET: names or patterns, as 'cifar10-c/*/5,cifar10'.",
+        show_default=False,
+    ),
+]
+Start = Annotated[
+    str | None,
+    Option(
+        help="Network of the same architecture to start from: a file, or the name of a bundled one.",
+        show_default="random weights",
+        rich_help_panel=NETWORK,
+    ),
+]
+Network = Annotated[
+    str | None,
+    Option(
+        help="Architecture: resnet26, resnet18 or resnet50.",
+        show_default="resnet26; imagenet resnet18",
+        rich_help_panel=NETWORK,
+    ),
+]
+Depth = Annotated[
+    int | None, Option(help="Depth of resnet26, 6n + 2.", show_default="26; digits 8", rich_help_panel=NETWORK)
+]
+Norm = Annotated[Literal["group", "batch"], Option(help="Normalization layers.", rich_help_panel=NETWORK)]
+Size = Annotated[
+    int | None,
+    Option(min=8, help="Input size for photographs.", show_default="the network's: 32, 224", rich_help_panel=NETWORK),
+]
+CropArea = Annotated[
+    float | None,
+    Option(help="Minimum area of a random crop, as a fraction.", show_default="0.08", rich_help_panel=NETWORK),
+]
+Epochs = Annotated[
+    int | None,
+    Option(
+        min=1,
+        help="Number of epochs; the learning rate schedule scales with it.",
+        show_default="the paper's: 150 (group), 75 (batch), 90 (imagenet); digits 20",
+        rich_help_panel=RECIPE,
+    ),
+]
+Lr = Annotated[float | None, Option(help="Learning rate.", show_default="0.1", rich_help_panel=RECIPE)]
+WeightDecay = Annotated[
+    float | None,
+    Option(min=0, help="Weight decay.", show_default="0.0005; imagenet 0.0001", rich_help_panel=RECIPE),
+]
+Batch = Annotated[
+    int | None,
+    Option(
+        min=1,
+        help="Batch size, over all processes.",
+        show_default="128; imagenet 256; digits 32",
+        rich_help_panel=RECIPE,
+    ),
+]
+Rotations = Annotated[
+    Literal["all", "random"] | None,
+    Option(
+        help="Rotations of each image: all four, or one at random.",
+        show_default="all; imagenet random",
+        rich_help_panel=RECIPE,
+    ),
+]
+Seed = Annotated[int, Option(help="Seed of weights, order and augmentation.", rich_help_panel=RECIPE)]
+Seeds = Annotated[
+    str | None,
+    Option(
+        help="Several seeds, such as 0-2 or 0,3; one network for each in OUT/seed-N.",
+        show_default=False,
+        rich_help_panel=RECIPE,
+    ),
+]
+Precision = Annotated[
+    Literal["fp32", "tf32", "bf16"],
+    Option(
+        help="fp32 is exact; tf32 and bf16 are several times as fast on a GPU.",
+        rich_help_panel=RECIPE,
+    ),
+]
+Limit = Annotated[int | None, Option(min=1, help="Train on at most this many images.", show_default="all")]
+Cache = Annotated[
+    Path | None,
+    Option(
+        help="Folder in which decoded photographs are cached for later runs.",
+        show_default="under the data root, for large sets",
+        rich_help_panel=MACHINE,
+    ),
+]
+
+
+def train(
+    context: typer.Context,
+    out: Out = None,
+    data: Data = "digits",
+    method: TrainingMethod = "joint",
+    target: Target = None,
+    targets: Targets = None,
+    start: Start = None,
+    network: Network = None,
+    depth: Depth = None,
+    norm: Norm = "group",
+    size: Size = None,
+    crop_area: CropArea = None,
+    epochs: Epochs = None,
+    lr: Lr = None,
+    weight_decay: WeightDecay = None,
+    batch: Batch = None,
+    rotations: Rotations = None,
+    seed: Seed = 0,
+    seeds: Seeds = None,
+    precision: Precision = "fp32",
+    limit: Limit = None,
+    on_bad_image: OnBadImage = "fail",
+    cache: Cache = None,
+    data_root: DataRoot = None,
+    device: Device = "auto",
+) -> None:
+    """Train a network.
+
+    Run the same command again to resume after an interruption, bit for bit.
+    OUT/network.safetensors is the result; OUT/record.json has loss and error
+    by epoch. Several seeds or targets are trained together, which on a GPU is
+    faster than one after another, each into a folder of its own.
+
+    Examples:
+      testtime train --data digits --out runs/digits
+      testtime train --data cifar10 --precision tf32 --out runs/cifar
+      testtime train --data cifar10 --seeds 0-2 --precision bf16 --out runs/seeds
+      testtime train --data photos/ --size 64 --epochs 30 --out runs/photos
+      torchrun --nproc-per-node 8 -m testtime train --data imagenet --out runs/i
+    """
+    _check_combination(context)
+    with as_bad_arguments():
+        jobs = _list_jobs(out or name_folder("train", context.params), seed, seeds, target, targets)
+
+    from testtime import training
+    from testtime.data import DataError
+    from testtime.networks import CheckpointError
+
+    architecture: dict[str, Any] = {"depth": depth, "norm": norm, "size": size, "area": crop_area, "start": start}
+    reading: dict[str, Any] = {"root": data_root, "limit": limit, "cache": cache, "on_bad": on_bad_image}
+    changes: dict[str, Any] = {"lr": lr, "batch": batch, "weight_decay": weight_decay, "rotations": rotations}
+    with training.process_group(pick_device(device)) as place:
+        first = training.is_first()
+        with as_bad_arguments(DataError, CheckpointError), _progress("decode", first) as report:
+            reading |= {"spare": jobs[0].target is None, "progress": report}
+            setup = training.prepare(data, network, seed=jobs[0].seed, **architecture, **reading)
+            unlabelled = _open_targets(jobs, data_root, setup.source.shape[1])
+            recipe = setup.recipe.change(epochs, method=method, precision=precision, **changes)
+        if first:
+            report_skipped(setup.skipped)
+        nets = [setup.build(job.seed).to(place) for job in jobs]
+        each: dict[str, Any] = {"seeds": [job.seed for job in jobs], "folders": [job.folder for job in jobs]}
+        with _progress("train", first) as report:
+            training.train_together(
+                nets, setup.source, recipe=recipe, test=setup.test, targets=unlabelled, progress=report, **each
+            )
+    if first:
+        for net, job in zip(nets, jobs, strict=True):
+            echo(f"{job.folder / 'network.safetensors'}: {training.format_epoch(net.card.record['epochs'][-1])}")
+
+
+class _Job(NamedTuple):
+    """One network to train."""
+
+    folder: Path
+    seed: int
+    target: str | None
+
+
+def _check_combination(context: typer.Context) -> None:
+    given = context.params
+    one, several = given["target"] is not None, given["targets"] is not None
+    if one + several != (given["method"] == "uda"):
+        raise typer.BadParameter("uda needs --target or --targets, and only uda takes one.", param_hint="--target")
+    if given["seeds"] is None:
+        return
+    if several:
+        raise typer.BadParameter("several seeds or several targets, not both.", param_hint="--seeds")
+    source = context.get_parameter_source("seed")
+    if source is not None and source.name == "COMMANDLINE":
+        raise typer.BadParameter("one seed or several, not both.", param_hint="--seeds")
+
+
+def _list_jobs(out: Path, seed: int, seeds: str | None, target: str | None, targets: str | None) -> list[_Job]:
+    if seeds is not None:
+        return [_Job(out / f"seed-{one}", one, target) for one in _parse_seeds(seeds)]
+    if targets is not None:
+        from testtime.data import expand
+
+        return [_Job(out / name, seed, name) for name in expand(targets.split(","))]
+    return [_Job(out, seed, target)]
+
+
+def _parse_seeds(text: str) -> list[int]:
+    """Seeds from a text such as 0-2 or 0,3."""
+    seeds: list[int] = []
+    for word in text.split(","):
+        low, _, high = word.strip().partition("-")
+        ends = [low, high or low]
+        if not all(end.isdecimal() and len(end) < 19 for end in ends) or not 0 <= int(ends[1]) - int(low) < _SEEDS:
+            raise ValueError(f"`seeds` must be such as 0-2 or 0,3; got {show(text)}.")
+        seeds.extend(range(int(low), int(ends[1]) + 1))
+    return list(dict.fromkeys(seeds))
+
+
+def _open_targets(jobs: list[_Job], root: Path | None, side: int) -> list[TestSet] | None:
+    """The target set of each job, its images as large as the training images; None without targets."""
+    from testtime import data
+    from testtime.data import families
+
+    opened: dict[str, TestSet] = {}
+    for name in (job.target for job in jobs):
+        if name is not None and name not in opened:
+            options: dict[str, Any] = {"size": side} if families.find(name).sized else {}
+            opened[name] = data.open(name, root, **options)
+    return [opened[job.target] for job in jobs if job.target is not None] or None
+
+
+def _progress(title: str, first: bool) -> AbstractContextManager[Progress | None]:
+    """Progress is shown by the first process alone."""
+    return progress(title) if first else contextlib.nullcontext()

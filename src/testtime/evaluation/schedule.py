@@ -1,0 +1,124 @@
+"""Which units advance together, and how far a run is."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from testtime import kernels
+from testtime.evaluation.method_specs import MethodSpec
+from testtime.evaluation.plan import Plan
+from testtime.evaluation.units import Unit
+from testtime.evaluation.worker import Advance, Facts
+from testtime.progress import Progress
+
+_STREAMS = 128
+
+
+class Meter:
+    """How far a run is, in views the network has seen: a learning step counts for more than a forward pass.
+
+    Args:
+        plan: The plan.
+        facts: Of every set.
+        finished: Units that are there already.
+        progress: Called with the views done, their total, and the state of the current unit.
+    """
+
+    def __init__(
+        self, plan: Plan, facts: Mapping[str, Facts], finished: Sequence[Unit], progress: Progress | None
+    ) -> None:
+        self.plan, self.facts, self.progress = plan, facts, progress
+        self.units = plan.units()
+        self.total = sum(self._views(unit) for unit in self.units)
+        self.done = sum(self._views(unit) for unit in finished)
+        self.place = len(finished)
+        self._lock = threading.Lock()  # units may run concurrently
+        self.show("")
+
+    def _views(self, unit: Unit) -> int:
+        return self.plan.method(unit.method).cost * self.facts[unit.set_name].count
+
+    def show(self, text: str) -> None:
+        """Report progress, with a text."""
+        if self.progress is not None:
+            self.progress(self.done, self.total, text)
+
+    def start(self, units: Sequence[Unit], seconds: float = 0) -> Advance:
+        """Begin some units that advance together; returns a function to call with the images done and those wrong.
+
+        Args:
+            units: The units.
+            seconds: How long they took before, for images that are reported at once.
+        """
+        cost = self.plan.method(units[0].method).cost
+        total = sum(self.facts[unit.set_name].count for unit in units)
+        title = units[0].title if len(units) == 1 else f"{units[0].method} on {len(units)} sets, seed {units[0].seed}"
+        labelled = all(self.facts[unit.set_name].labelled for unit in units)
+        begin, done, wrong = time.monotonic() - seconds, 0, 0
+
+        def advance(images: int, mistakes: int) -> None:
+            nonlocal done, wrong
+            done, wrong = done + images, wrong + mistakes
+            rate = done / max(time.monotonic() - begin, 1e-9)
+            with self._lock:
+                self.done += cost * images
+                self.show(
+                    f"unit {self.place + 1}/{len(self.units)} {title}: {done:,}/{total:,} images, {rate:,.3g}/s, "
+                    f"{(total - done) / rate:,.0f} s left" + (f", error {wrong / done:.1%}" if labelled else "")
+                )
+
+        return advance
+
+
+def make_groups(
+    plan: Plan,
+    units: Sequence[Unit],
+    facts: Mapping[str, Facts],
+    device: torch.device,
+    together: int | None = None,
+    jobs: int = 1,
+) -> list[list[Unit]]:
+    """The units in groups that run together: online ones of a method, network, seed, and shape and number of images.
+
+    Args:
+        plan: The plan.
+        units: The units to run.
+        facts: Of every set.
+        device: Where they run.
+        together: At most so many in a group; None chooses by the memory, and so that every job has its part.
+        jobs: How many groups run at the same time.
+    """
+    groups: dict[Any, list[Unit]] = {}
+    for number, unit in enumerate(units):
+        groups.setdefault(find_company(plan, unit, facts) or number, []).append(unit)
+    pieces: list[list[Unit]] = []
+    for group in groups.values():
+        method, known = plan.method(group[0].method), facts[group[0].set_name]
+        size = together or 1
+        if together is None and len(group) > 1:
+            rounds = math.ceil(len(group) / _fitting(method, known.shape, device, jobs) / jobs)
+            size = math.ceil(len(group) / (rounds * jobs))
+        pieces.extend(group[start : start + size] for start in range(0, len(group), size))
+    return pieces
+
+
+def find_company(plan: Plan, unit: Unit, facts: Mapping[str, Facts]) -> tuple[Any, ...] | None:
+    """What units have in common that can advance together; None for one that runs alone."""
+    method, known = plan.method(unit.method), facts[unit.set_name]
+    if method.mode != "online" or known.count == 0 or method.share is not None:
+        return None
+    return unit.method, plan.file(method.network, unit.set_name), unit.seed, known.count, known.shape
+
+
+def _fitting(method: MethodSpec, shape: tuple[int, int, int], device: torch.device, jobs: int) -> int:
+    """How many streams can advance together in the memory, or in that of one of several jobs."""
+    numbers = method.views * math.prod(shape)
+    tuning = kernels.tuning(device)
+    memory = tuning.memory // jobs if tuning.memory else kernels.free_memory(device) // 2
+    return max(1, min(_STREAMS, memory // (4 * numbers * tuning.kept)))

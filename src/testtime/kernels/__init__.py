@@ -1,0 +1,367 @@
+"""The one seam for acceleration: which operation is taken over, on which device, under which condition.
+
+Every operation listed here has a plain torch body where the package uses it, which is the reference. That code first
+offers the operation with `take_over`; the first kernel in `TABLE` that fits computes it, otherwise the plain body does.
+Nothing outside this folder asks for CUDA, Triton or a compiler, and nothing in it imports anything else of the package:
+deleting `cpu` or `cuda` and their rows leaves everything working, only slower. `TESTTIME_KERNELS=off` does the same for
+one process.
+
+    cuda/        Triton, and CUDA C++ compiled by NVRTC, which comes with torch
+    cpu/         C++, compiled once by the machine's own compiler
+    forms.py     other forms of the plain bodies, in torch, that are faster on one device
+    graphs.py    recorded CUDA graphs, and work on a side stream
+    pointers.py  the check that every tensor passes on its way into compiled code
+
+All constants that were tuned by measurement are here; `benchmarks/kernels.py` measures which kernels earn their place.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CUDA_LARGEST = 2**30
+"""CUDA kernels take tensors of fewer elements."""
+CPU_LARGEST = 2**30
+"""C++ kernels take images of fewer elements, and give such: they count them in 32 bits."""
+CPU_CHANNELS = (16, 32, 64, 128, 256)
+"""Channels that the C++ convolutions of stride 1 are compiled for."""
+
+_CUDA_CHANNELS = 64  # of the widest filters that the CUDA kernels have a fast form for
+_GROUPED_CHANNELS, _GROUPED_NUMBERS = 64, 2**20  # replicas too small to fill a GPU go through cuDNN as groups
+_UNFOLDED_IMAGES, _UNFOLDED_NUMBERS = 3, 16_384  # of a replica: few and small enough to be one matrix product
+# Winograd's form takes a third of torch's time up to so many channels, for any images. With more, the filters are large
+# and so are their transforms: it takes half of torch's time from so many pixels of a replica on, with fewer no less.
+_WINOGRAD_CHANNELS, _WINOGRAD_PIXELS = 128, 1024
+# Filters of more inputs have the C++ form for any stride only where replicas are alike: otherwise torch's is up to
+# three times as fast (256 to 512 channels on 8×8), and no slower for fewer.
+_STRIDED_INPUTS = 64
+_TRAINED_CHANNELS = 128  # up to which training on a CPU is known to be faster with the C++ kernels
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is fastest on a kind of device.
+
+    Attributes:
+        waits: Whether reading a number back makes the host wait for the device.
+        observed: Images of 32×32 pixels in one forward pass.
+        parallel: How many episodes to try in parallel.
+        untried: How many to run in parallel where there are too few images to try.
+        most_pixels: Pixels of views above which more in parallel is no faster; None: what the kernels take at most.
+        batch: Images in one call of an adapter, up to 64×64 pixels and above.
+        block: Images of each stream that are read at once.
+        memory: Bytes that streams may take together; None: half of what is free.
+        kept: Numbers that a step keeps of each number of a view, for the backward pass.
+    """
+
+    waits: bool
+    observed: int
+    parallel: tuple[int, ...]
+    untried: int
+    most_pixels: int | None
+    batch: tuple[int, int]
+    block: int
+    memory: int | None
+    kept: int
+
+
+_TUNING = {
+    "cuda": Tuning(True, 2048, (16, 64, 256), 64, None, (2560, 512), 64, None, 400),
+    "cpu": Tuning(False, 256, (1, 4, 16, 64), 1, 2**17, (32, 32), 64, 4 * 2**30, 250),
+}
+
+
+def tuning(device: torch.device) -> Tuning:
+    """What is fastest on a device."""
+    return _TUNING["cuda" if device.type == "cuda" else "cpu"]
+
+
+class ConvolutionForm(NamedTuple):
+    """The geometry of a convolution, as `torch.nn.functional.conv2d` takes it."""
+
+    stride: tuple[int, int]
+    padding: Any  # a pair, or "same"
+    dilation: tuple[int, int]
+    groups: int
+
+
+class NormForm(NamedTuple):
+    """GroupNorm with parameters `(S, C)`, with ReLU behind it or not."""
+
+    groups: int
+    weight: Any  # None without scale and shift
+    bias: Any
+    eps: float
+    relu: bool
+
+
+class Convolution(NamedTuple):
+    """A convolution of replicas, filters `(S, O, I, k, k)`, and the norm in front of it, if any."""
+
+    weight: Tensor
+    norm: NormForm | None = None
+    form: ConvolutionForm = ConvolutionForm((1, 1), (1, 1), (1, 1), 1)
+
+
+class Kernel(NamedTuple):
+    """Who takes an operation over.
+
+    Attributes:
+        code: Module and function below this package.
+        fits: Whether it can compute the operation, and is faster, for these arguments.
+        works: Whether it can be used on this machine; asked last, since the first time it may have to compile.
+    """
+
+    code: str
+    fits: Callable[..., bool]
+    works: Callable[[], bool]
+
+
+def take_over(operation: str, *arguments: Any) -> Any:
+    """Compute an operation with whoever takes it over on the device of the first argument; None: nobody does."""
+    kernel = find(operation, *arguments)
+    return None if kernel is None else kernel(*arguments)
+
+
+def find(operation: str, *arguments: Any) -> Callable[..., Any] | None:
+    """The function that would take an operation over, or None."""
+    for kernel in TABLE.get((operation, arguments[0].device.type), ()):
+        if kernel.fits(*arguments) and enabled() and kernel.works():
+            return _load(kernel.code)
+    return None
+
+
+def enabled() -> bool:
+    """Whether anything is taken over at all."""
+    return os.environ.get("TESTTIME_KERNELS", "").lower() not in ("off", "0", "false", "no")
+
+
+@functools.cache
+def _load(code: str) -> Callable[..., Any]:
+    module, _, function = code.partition(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), function)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """Triton comes with CUDA builds of torch."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _has_compiler() -> bool:
+    return _load("cpu.build:available")()
+
+
+def _always(*_: Any) -> bool:
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conditions: they take the arguments of their operation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _is_3x3(weight: Tensor, bias: Tensor | None, form: ConvolutionForm) -> bool:
+    """A 3×3 convolution without anything special, the same in rows and columns."""
+    return (
+        weight.shape[3:] == (3, 3)
+        and bias is None
+        and form.groups == 1
+        and form.dilation == (1, 1)
+        and not isinstance(form.padding, str)
+        and form.stride[0] == form.stride[1]
+        and form.padding[0] == form.padding[1]
+        and weight.dtype == torch.float32
+    )
+
+
+def _cuda_convolves(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm, *_: Any) -> bool:
+    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    narrow = max(weight.shape[1:3]) <= _CUDA_CHANNELS
+    return not exact and narrow and x.numel() < CUDA_LARGEST and _is_3x3(weight, bias, form)
+
+
+def _groups_are_faster(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm, *_: Any) -> bool:
+    count, outputs, inputs = weight.shape[:3]
+    pixels = len(x) // count * (x.shape[2] // form.stride[0]) * (x.shape[3] // form.stride[1])
+    return count > 1 and max(outputs, inputs) <= _GROUPED_CHANNELS and pixels * outputs < _GROUPED_NUMBERS
+
+
+def _cpu_takes(x: Tensor, channels: int) -> bool:
+    """Whether images x, with so many channels at most on their way, are what the C++ kernels know."""
+    fits = x.dtype == torch.float32 and x.dim() == 4 and x.numel() > 0
+    return fits and channels * x.shape[2] * x.shape[3] < CPU_LARGEST
+
+
+def _winograd_fits(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm, *_: Any) -> bool:
+    count, outputs, inputs = weight.shape[:3]
+    if not (inputs == outputs and inputs in CPU_CHANNELS and _is_3x3(weight, bias, form) and _cpu_takes(x, inputs)):
+        return False
+    enough = inputs <= _WINOGRAD_CHANNELS or len(x) // count * x.shape[2] * x.shape[3] >= _WINOGRAD_PIXELS
+    return enough and form.stride == form.padding == (1, 1)
+
+
+def _strided_fits(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm, *_: Any) -> bool:
+    outputs, inputs = weight.shape[1:3]
+    if outputs % 16 or not (_is_3x3(weight, bias, form) and _cpu_takes(x, max(outputs, inputs))):
+        return False
+    narrow = inputs <= _STRIDED_INPUTS or weight.stride(0) == 0
+    return narrow and min(x.shape[2:]) + 2 * int(form.padding[0]) >= 3
+
+
+def _unfolding_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm, *_: Any) -> bool:
+    count = len(weight)
+    patch = x.shape[1] * x.shape[2] * x.shape[3] * weight.shape[-2] * weight.shape[-1]
+    few = count > 1 and 0 < len(x) <= _UNFOLDED_IMAGES * count and patch <= _UNFOLDED_NUMBERS
+    return few and form.groups == 1 and not isinstance(form.padding, str)
+
+
+def _rows_are_faster(x: Tensor, weight: Tensor, *_: Any) -> bool:
+    return weight.shape[2] > _WINOGRAD_CHANNELS and weight.numel() > x.numel()
+
+
+def _is_power_of_2(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _cuda_norms(x: Tensor, norm: NormForm) -> bool:
+    channels = x.shape[1]
+    return norm.weight is not None and channels <= 1024 and _is_power_of_2(channels) and x.numel() < CUDA_LARGEST
+
+
+def _cpu_norms(x: Tensor, norm: NormForm) -> bool:
+    known = norm.weight is not None and norm.weight.dtype == torch.float32 and x.shape[1] % 16 == 0
+    return known and _cpu_takes(x, x.shape[1])
+
+
+def _is_affine(x: Tensor, norm: NormForm) -> bool:
+    return norm.weight is not None
+
+
+def _cpu_chains(x: Tensor, layers: Sequence[Convolution], *_: Any) -> bool:
+    def fits(weight: Tensor, norm: NormForm | None, form: ConvolutionForm) -> bool:
+        channels = weight.shape[1]
+        return (
+            channels <= _WINOGRAD_CHANNELS  # of more, a chain's filters fill the memory
+            and channels == weight.shape[2]
+            and channels in CPU_CHANNELS
+            and form.stride == form.padding == (1, 1)
+            and _is_3x3(weight, None, form)
+            and norm is not None
+            and norm.weight is not None
+            and norm.weight.dtype == torch.float32
+            and _cpu_takes(x, channels)
+        )
+
+    return all(fits(*layer) for layer in layers)
+
+
+def _cuda_batch_norms(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, *_: Any) -> bool:
+    if weight is None or x.dim() != 4 or weight.dtype != torch.float32:
+        return False
+    count, channels = mean.shape
+    # torch refuses a channel of a single number, and says so
+    return channels <= 1024 and _is_power_of_2(channels) and count * channels < x.numel() < count * CUDA_LARGEST
+
+
+def _cuda_pools(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if bias is None or x.dim() != 4 or x.numel() == 0 or x.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    outputs, channels = weight.shape[1:]
+    return (
+        _is_power_of_2(channels) and channels <= 1024 and outputs * channels <= 16_384 and weight.dtype == torch.float32
+    )
+
+
+def _is_even(x: Tensor, *_: Any) -> bool:
+    return x.shape[-2] % 2 == x.shape[-1] % 2 == 0
+
+
+def _cuda_halves(x: Tensor, extra: int) -> bool:
+    return _is_even(x) and x.dtype in (torch.float32, torch.bfloat16)
+
+
+def _needs_no_gradient(images: Tensor, *_: Any) -> bool:
+    return not images.requires_grad
+
+
+def _cuda_normalises(images: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) -> bool:
+    channels = images.shape[1]
+    known = images.dtype in (torch.uint8, torch.float32) and mean.dtype == std.dtype == torch.float32
+    return known and not images.requires_grad and len(mean) in (1, channels) and len(std) in (1, channels)
+
+
+def _cuda_puts_rows(piece: Tensor, *_: Any) -> bool:
+    return piece.dtype in (torch.float32, torch.int64)
+
+
+TABLE: dict[tuple[str, str], tuple[Kernel, ...]] = {
+    # operation, device
+    ("mix", "cuda"): (Kernel("cuda.hash:mix", _always, _has_triton),),
+    ("make_views", "cuda"): (Kernel("cuda.views:make_views", _needs_no_gradient, _has_triton),),
+    ("rotate", "cuda"): (Kernel("cuda.views:rotate", _needs_no_gradient, _has_triton),),
+    ("normalise", "cuda"): (Kernel("cuda.views:normalise", _cuda_normalises, _has_triton),),
+    ("convolve", "cuda"): (
+        Kernel("cuda.convolution:convolve", _cuda_convolves, _has_triton),
+        Kernel("forms:convolve_grouped", _groups_are_faster, _always),
+    ),
+    ("convolve", "cpu"): (
+        Kernel("cpu:convolve", _winograd_fits, _has_compiler),
+        Kernel("cpu:convolve_strided", _strided_fits, _has_compiler),
+        Kernel("forms:convolve_unfolded", _unfolding_is_faster, _always),
+        Kernel("forms:convolve_in_rows", _rows_are_faster, _always),
+    ),
+    ("convolve_chain", "cpu"): (Kernel("cpu:convolve_chain", _cpu_chains, _has_compiler),),
+    ("group_norm", "cuda"): (Kernel("cuda.groupnorm:group_norm", _cuda_norms, _has_triton),),
+    ("group_norm", "cpu"): (
+        Kernel("cpu:group_norm", _cpu_norms, _has_compiler),
+        Kernel("forms:group_norm_by_replica", _is_affine, _always),
+    ),
+    ("fork_group_norm", "cuda"): (Kernel("cuda.groupnorm:fork_group_norm", _cuda_norms, _has_triton),),
+    ("batch_norm", "cuda"): (Kernel("cuda.batchnorm:batch_norm", _cuda_batch_norms, _has_triton),),
+    ("pool_linear", "cuda"): (Kernel("cuda.pooling:pool_linear", _cuda_pools, _has_triton),),
+    ("halve", "cuda"): (
+        Kernel("cuda.pooling:halve", _cuda_halves, _has_triton),
+        Kernel("forms:halve_pairs", _is_even, _always),
+    ),
+    ("settle", "cuda"): (Kernel("cuda.settle:settle", _always, _has_triton),),
+    ("put_rows", "cuda"): (Kernel("cuda.settle:put_rows", _cuda_puts_rows, _has_triton),),
+    ("gradient_buffer", "cuda"): (Kernel("cuda.gradient_buffer:GradientBuffer", _always, _has_triton),),
+}
+"""Who takes an operation over on a device, in the order in which they are asked."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Questions that the rest of the package may ask
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def has_filters_innermost(stacked: Tensor) -> bool:
+    """Whether stacked filters `(S, O, I, k, k)` are best stored as `(S, k, k, I, O)`, which the CUDA kernels read."""
+    return stacked.device.type == "cuda" and stacked.dim() == 5 and enabled()
+
+
+def trains_faster(device: torch.device, channels: int, in_float32: bool) -> bool:
+    """Whether a network of at most so many channels trains faster as a replica of itself than in plain torch."""
+    if device.type == "cuda":
+        return enabled()
+    return channels <= _TRAINED_CHANNELS and in_float32 and enabled() and _has_compiler()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device with memory of its own; 0 for one that shares the host's."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def possibly_any(flags: Tensor) -> bool:
+    """Whether any of the flags is true; also true where only waiting for the device would tell."""
+    return tuning(flags.device).waits or bool(flags.any())

@@ -1,0 +1,101 @@
+"""Recorded episodes on a CPU, where something else stands in for a CUDA graph."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from testtime import Adapter, Episodic, Online, Streams, resnet26
+from testtime.adaptation import learner, recorder
+from testtime.adaptation.learner import Learner
+from testtime.kernels import graphs
+from testtime.networks.ynet import YNet
+from testtime.randomness import Draws
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("no graph"), torch.OutOfMemoryError("too small")])
+def test_a_recording_that_fails_leaves_the_learner_as_it_was(fault: RuntimeError) -> None:
+    """Without a graph it goes on, unless the memory is too small, which the caller sees to."""
+    online = Online(resnet26(depth=8, size=16, seed=1), copies=2)
+    online.predict(torch.zeros(1, 3, 16, 16))
+    learner = online._learned
+    assert isinstance(learner, Learner)
+    before, learner.eager = learner.state(), False
+
+    def fail() -> Any:
+        learner.replicas.numbers.add_(1)
+        raise fault
+
+    too_small = isinstance(fault, torch.OutOfMemoryError)
+    expected = pytest.raises(torch.OutOfMemoryError) if too_small else pytest.warns(UserWarning, match="no graph")
+    with expected:
+        recorder._find(learner, (), fail)
+    assert learner.eager == (not too_small)
+    assert not learner.recordings
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.state().items())
+
+
+class Reading(TorchDispatchMode):
+    """Notes what memory is read that was there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[StorageWeakRef] = set()
+        self.made: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= _memories((args, kwargs)) - self.made
+        result = func(*args, **(kwargs or {}))
+        self.made |= _memories(result) - self.found
+        return result
+
+
+def _memories(tree: Any) -> set[StorageWeakRef]:
+    return {StorageWeakRef(leaf.untyped_storage()) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+
+
+class Remembered:
+    """Stands in for `Captured`: gives what it once found, and has nothing but what a graph has."""
+
+    read: set[StorageWeakRef]
+
+    def __init__(self, function: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> None:
+        self.inputs = [tensor.clone() for tensor in inputs]
+        function(*self.inputs)
+        with Reading() as reading:
+            self.outputs = function(*self.inputs)
+        Remembered.read = reading.found
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.clone() for tensor in self.outputs)
+
+
+def adapters() -> dict[str, Callable[[YNet], Adapter]]:
+    return {
+        "online": lambda net: Online(net, copies=2),
+        "online, encoder": lambda net: Online(net, copies=2, update="encoder"),
+        "online, shared": lambda net: Online(net, copies=2, share="batch"),
+        "streams": lambda net: Streams(net, 2, copies=2),
+        "episodic": lambda net: Episodic(net, steps=2, copies=2, parallel=2),
+    }
+
+
+@pytest.mark.parametrize("name", list(adapters()))
+def test_a_recorded_episode_reads_nothing_that_is_gone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph goes on reading the memory that the function read, even where that was given away since."""
+    for module in (graphs, recorder):
+        monkeypatch.setattr(module, "Captured", Remembered)
+    monkeypatch.setattr(learner, "can_record", lambda device: True)
+    adapter = adapters()[name](resnet26(depth=8, size=16, seed=1).eval())
+    adapter.predict(Draws.of(0, torch.arange(2)).uniform(3, 16, 16))
+    gc.collect()
+    assert len(Remembered.read) > 5
+    assert not any(memory.expired() for memory in Remembered.read)

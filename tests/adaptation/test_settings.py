@@ -1,0 +1,91 @@
+"""Settings and methods by name."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from adapters import COUNT, NAN, network, pictures, same
+from testtime import (
+    Episodic,
+    Online,
+)
+from testtime.adaptation.methods import METHODS
+from testtime.adaptation.streams import Streams
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"steps": -1}, "`steps` must be at least 0, got -1"),
+        ({"copies": 0}, "`copies` must be at least 1, got 0"),
+        ({"lr": 0.0}, "`lr` must be positive, got 0.0"),
+        ({"lr": NAN}, "`lr` must be positive, got nan"),
+        ({"threshold": 1.5}, r"`threshold` must lie in \[0, 1\], got 1.5"),
+        ({"guard": 0.0}, "`guard` must be positive"),
+        ({"update": "head"}, "`update` must be one of .*, got 'head'"),
+        ({"share": "world"}, "`share` must be one of image, batch, got 'world'"),
+        ({"precision": "fp8"}, "`precision` must be one of fp32, tf32, bf16, got 'fp8'"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict[str, Any], said: str) -> None:
+    for kind in (Episodic, Online):
+        with pytest.raises(ValueError, match=said):
+            kind(network(), **wrong)
+
+
+def test_wrong_networks_and_counts_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"`net` must be a YNet, got Linear; testtime.split"):
+        Online(nn.Linear(3, 3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"`parallel` must be .*at least 1, got 0"):
+        Episodic(network(), parallel=0)
+    with pytest.raises(ValueError, match="`count` must be at least 1, got 0"):
+        Streams(network(), 0)
+
+
+# What the paper's online version does, and its authors' program where the paper does not say.
+PAPER: dict[str, Any] = {"steps": 1, "lr": 0.001, "copies": 32, "threshold": 1.0, "update": "encoder+ssl"}
+PAPER |= {"optimizer": torch.optim.SGD, "share": "image", "mirrored": False}
+
+
+@pytest.mark.parametrize("method", ["ttt", "best"])
+@pytest.mark.parametrize("kind", [Online, functools.partial(Streams, count=COUNT)])
+def test_a_method_is_its_settings_bit_for_bit(kind: Callable[..., Any], method: str) -> None:
+    net = network()
+    given = PAPER | dict(METHODS[method].settings)
+    named, written = kind(net, method=method), kind(net, **given)
+    for seed in (0, 1):
+        assert same(named.predict(pictures(seed=seed)), written.predict(pictures(seed=seed)))
+    resumed = kind(net, method=method)
+    resumed.load_state_dict(written.state_dict())
+    assert same(named.predict(pictures(seed=2)), resumed.predict(pictures(seed=2)))
+
+
+def test_the_papers_method_is_the_default() -> None:
+    net = network()
+    paper, best, usual = Online(net, method="ttt"), Online(net, method="best"), Online(net)
+    assert usual.settings == paper.settings != best.settings
+    with pytest.raises(ValueError, match="another settings"):
+        paper.load_state_dict(best.state_dict())
+
+
+@pytest.mark.parametrize("kind", [Online, Episodic, functools.partial(Streams, count=COUNT)])
+def test_settings_override_the_methods(kind: Callable[..., Any]) -> None:
+    changed, net = PAPER | {"steps": 3, "copies": 64}, network()
+    assert kind(net, method="best", **changed).settings == kind(net, **changed).settings
+    best = kind(net, method="best").settings
+    assert kind(net, method="best", steps=3).settings == replace(best, steps=3) != best
+
+
+@pytest.mark.parametrize("wrong", ["fastest", None, ["best"]])
+@pytest.mark.parametrize("kind", [Online, Episodic, functools.partial(Streams, count=COUNT)])
+def test_an_unknown_method_is_refused(kind: Callable[..., Any], wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"`method` must be one of .*{re.escape(repr(wrong))}"):
+        kind(network(), method=wrong)

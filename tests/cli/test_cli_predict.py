@@ -1,0 +1,150 @@
+"""`testtime predict`: what the adapter answers, on pictures of any kind."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from command_line import EVIL, Run, assert_tame, start
+from PIL import Image
+
+from testtime import Episodic, Online, load, resnet26
+from testtime.adaptation.methods import METHODS
+from testtime.cli import predict as command
+from testtime.data import DataError
+from testtime.evaluation.predict_files import (
+    Answer,
+    default_network,
+    fit_for,
+    format_answer,
+    predict,
+    prepare_adapter,
+)
+
+BUNDLED = "testtime.networks.checkpoint.bundled"
+
+
+def test_without_a_bundled_network_it_names_the_command_that_trains_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch, pictures: Path
+) -> None:
+    monkeypatch.setattr(BUNDLED, lambda: ())
+    code, _, err = run("predict", pictures)
+    assert code == 1
+    assert "testtime train" in err
+
+
+def test_the_default_network_is_a_bundled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BUNDLED, lambda: ("a-digits", "cifar10-resnet26-bn-joint", "cifar10-resnet26-gn-joint"))
+    assert default_network() == "cifar10-resnet26-gn-joint"
+    monkeypatch.setattr(BUNDLED, lambda: ("a-digits", "b-faces"))
+    assert default_network() == "a-digits"
+
+
+@pytest.mark.parametrize("mode", ["episodic", "online"])
+def test_predict_prints_the_adapters_answers(run: Run, network: Path, pictures: Path, mode: str) -> None:
+    options = ["--steps", "2", "--lr", "0.01", "--copies", "8", "--seed", "3", "--device", "cpu", "--json"]
+    options += ["--online"] if mode == "online" else []
+    code, out, err = run("predict", pictures, "-c", network, *options)
+    assert code == 0
+    assert re.fullmatch(r"pictures  3/3[^\n]*\n", err)
+    document = json.loads(out)
+    assert document["network"] == str(network)
+    assert document["unread"] == []
+
+    net = load(network)
+    kind = Online if mode == "online" else Episodic
+    adapter = kind(net, steps=2, lr=0.01, copies=8, seed=3)
+    for number, answer in enumerate(document["answers"]):
+        file = pictures / f"{number}.png"
+        expected = adapter.predict(fit_for(net.card, file)[None])
+        before, after = expected.logits_before.softmax(1)[0], expected.logits.softmax(1)[0]
+        assert answer["image"] == str(file)
+        assert answer["before"] == str(int(before.argmax()))
+        assert answer["after"] == str(int(after.argmax()))
+        assert answer["before_probability"] == pytest.approx(float(before.max()))
+        assert answer["after_probability"] == pytest.approx(float(after.max()))
+        assert answer["change"] == pytest.approx(float((after - before)[after.argmax()]))
+        assert answer["adapted"] is True
+    assert len(document["answers"]) == 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_predict_with_a_method_learns_online(run: Run, network: Path, pictures: Path, method: str) -> None:
+    options = ["--device", "cpu", "--json", "--method", method, "--copies", "8"]
+    code, out, err = run("predict", pictures, "-c", network, *options)
+    assert code == 0, err
+    net = load(network)
+    shown = torch.stack([fit_for(net.card, pictures / f"{number}.png") for number in range(3)])
+    expected = Online(net, method=method, copies=8).predict(shown).logits.softmax(1).amax(1)
+    found = [answer["after_probability"] for answer in json.loads(out)["answers"]]
+    assert found == pytest.approx(expected.tolist(), rel=1e-6)
+
+
+def test_every_method_can_be_named() -> None:
+    annotation = get_type_hints(command.predict)["method"]
+    assert get_args(get_args(annotation)[0]) == tuple(METHODS)
+
+
+def test_predict_prints_one_line_a_picture(run: Run, network: Path, pictures: Path) -> None:
+    files = [pictures / "1.png", pictures / "0.png"]
+    code, out, _ = run("predict", *files, "-c", network, "--threshold", "0")
+    assert code == 0
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines] == [str(file) for file in files]
+    for line in lines:
+        assert re.search(r"\d \d+\.\d% → \d \d+\.\d%  \+0\.0%  \(not adapted\)$", line)
+
+
+def test_what_a_pipe_cannot_encode_is_replaced(network: Path, pictures: Path) -> None:
+    arguments = ["predict", str(pictures / "0.png"), "-c", str(network), "--steps", "0"]
+    process = start(*arguments, PYTHONIOENCODING="cp1252")
+    out, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (0, "")
+    assert re.search(r"% \? \d \d+\.\d%  \+0\.0%  \(not adapted\)$", out.rstrip())
+
+
+@pytest.mark.parametrize("together", [1, 2, 16])
+def test_a_picture_that_cannot_be_read_costs_the_others_nothing(
+    run: Run, network: Path, pictures: Path, tmp_path: Path, together: int
+) -> None:
+    bad = tmp_path / "bad.png"
+    bad.write_bytes((pictures / "0.png").read_bytes()[:40])
+    files = [pictures / "0.png", bad, pictures / "1.png", pictures / "1.png"]
+    code, out, err = run("predict", *files, "-c", network, "--copies", "2", "--json")
+    assert code == 1
+    document = json.loads(out)
+    (fault,) = document["unread"]
+    assert fault.startswith(f"{bad}: ")
+    assert f"error: {fault}\n" in err
+    assert [answer["image"] for answer in document["answers"]] == [str(file) for file in files if file != bad]
+    code, lines, err = run("predict", *files, "-c", network, "--copies", "2")
+    assert (code, len(lines.splitlines()), err) == (1, 3, f"error: {fault}\n")
+
+    net, faults = load(network), []
+    adapter = prepare_adapter(net, copies=2)
+    answers = list(predict(adapter, net.card, files, together, faults.append))
+    assert [answer.image for answer in answers] == [str(file) for file in files if file != bad]
+    assert [str(one) for one in faults] == [fault]
+    with pytest.raises(DataError, match=r"bad\.png"):
+        list(predict(adapter, net.card, files, together))
+
+
+def test_a_picture_is_cropped_to_its_central_square_and_converted_to_gray(tmp_path: Path) -> None:
+    wide = Image.new("RGB", (48, 16), "red")
+    wide.paste((0, 255, 0), (16, 0, 32, 16))  # the central square is green
+    wide.save(tmp_path / "wide.png")
+    colour = fit_for(resnet26(2, depth=8, size=16).card, tmp_path / "wide.png")
+    assert torch.equal(colour, torch.tensor([0, 255, 0], dtype=torch.uint8).view(3, 1, 1).expand(3, 16, 16))
+    gray = fit_for(resnet26(2, depth=8, size=16, channels=1).card, tmp_path / "wide.png")
+    assert torch.equal(gray, torch.full((1, 16, 16), 150, dtype=torch.uint8))  # 0.587 · 255
+
+
+def test_answers_are_printable() -> None:
+    values: Any = (0.5, EVIL, 0.5, 0.0, 0.5, 1.0, 1.0, True, False)
+    line = format_answer(Answer(EVIL, EVIL, *values))
+    assert "\n" not in line
+    assert_tame(line)

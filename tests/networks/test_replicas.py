@@ -1,0 +1,368 @@
+"""Replicas: S networks as one, against S networks one after another."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models import Flattening, Residual, VisionTransformer, sequential
+from testtime import YNet, resnet18, resnet26, split
+from testtime.networks.replicas import PARTS, Replicas
+from testtime.randomness import Draws
+
+
+def pictures(*shape: int, seed: int = 0) -> Tensor:
+    return Draws.of(seed, torch.arange(shape[0])).uniform(*shape[1:])
+
+
+class Rectified(Residual):
+    """Layers that replicas do not know, and weights that belong to no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.PReLU(8)
+        self.scale = nn.Parameter(torch.ones(16, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.norm(self.act(self.stem(images)) + 1)
+        return self.head((F.relu(self.top(x)) * self.scale).mean((2, 3)))
+
+
+class Reflecting(nn.Module):
+    """A convolution whose padding replicas leave to vmap, and BatchNorm behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, padding_mode="reflect")
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(F.relu(self.norm(self.conv(images))).mean((2, 3)))
+
+
+class Folding(nn.Module):
+    """Code that mixes the batch: images of one replica must not meet those of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.conv(images)
+        return self.head(F.relu(x - x.mean(0, keepdim=True)).mean((2, 3)))
+
+
+def net_of(name: str) -> YNet:
+    torch.manual_seed(4)
+    nets: dict[str, Callable[[], YNet]] = {
+        "resnet26 group": lambda: resnet26(depth=8, size=8, seed=2),
+        "resnet26 batch": lambda: resnet26(depth=8, size=8, norm="batch", seed=2),
+        "resnet26 real": lambda: resnet26(seed=2),
+        "resnet18 group": lambda: resnet18(10, size=32, seed=2),
+        "resnet18 batch": lambda: resnet18(10, size=32, norm="batch", seed=2),
+        "sequential": lambda: split(sequential(), "3"),
+        "residual": lambda: split(Residual(), "norm"),
+        "flattening": lambda: split(Flattening(), "first"),
+        "transformer, patches": lambda: split(VisionTransformer(), "patch"),
+        "transformer": lambda: split(VisionTransformer(), "block1"),
+        "rectified": lambda: split(Rectified(), "norm"),
+        "reflecting": lambda: split(Reflecting(), "norm"),
+        "folding": lambda: split(Folding(), "conv"),
+    }
+    return nets[name]().eval()
+
+
+def size_of(name: str) -> int:
+    if name.startswith("resnet26"):
+        return 16 if "real" in name else 8
+    return 32 if name.startswith("resnet18") else 16
+
+
+# Fused attention has no batching rule on the CPU, and torch says so once.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+PAPERS = ["resnet26 real", "resnet18 group", "resnet18 batch"]
+PLAIN = [
+    "resnet26 group",
+    "resnet26 batch",
+    "sequential",
+    "residual",
+    "transformer, patches",
+    "rectified",
+    "reflecting",
+]
+FOLDING, TRANSFORMER = "folding", "transformer"
+ANSWERING = [*PAPERS, *PLAIN, "flattening", FOLDING, TRANSFORMER]
+LEARNING = [*PLAIN, "transformer", "flattening"]
+
+
+def different_replicas(net: YNet, count: int, size: int) -> tuple[Replicas, list[YNet]]:
+    """Replicas with weights of their own, and the same networks one by one."""
+    replicas = Replicas(net, count, PARTS, pictures(2, 3, size, size, seed=9))
+    nets = [copy.deepcopy(net) for _ in range(count)]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in replicas.tensors.values():
+            if tensor.is_floating_point():  # factors are positive, as variances must stay
+                tensor *= 0.8 + 0.4 * torch.rand(tensor.shape, generator=generator)
+    for index, one in enumerate(nets):
+        one.load_state_dict(one.state_dict() | replicas.read(index))
+    return replicas, nets
+
+
+@pytest.mark.parametrize("name", ANSWERING)
+def test_replicas_answer_as_separate_networks(name: str) -> None:
+    count, size = 2 if "resnet18" in name else 3, size_of(name)
+    replicas, nets = different_replicas(net_of(name), count, size)
+    images = pictures(count * 4, 3, size, size).view(count, 4, 3, size, size)
+    with torch.no_grad():
+        logits, outputs = replicas(images), replicas.self_supervise(images)
+        for s, one in enumerate(nets):
+            assert torch.allclose(logits[s], one(images[s]), atol=1e-5, rtol=1e-4)
+            assert torch.allclose(outputs[s], one.self_supervise(images[s]), atol=1e-5, rtol=1e-4)
+        assert not torch.allclose(logits[0], nets[1](images[0]), atol=1e-3)  # they do differ
+
+
+def gradients_alone(net: YNet, images: Tensor) -> dict[str, Tensor]:
+    """The gradients of some function of both answers, in float64."""
+    (net(images).square().sum() + net.self_supervise(images).sin().sum()).backward()
+    return {key: parameter.grad.double() for key, parameter in net.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ANSWERING)
+def test_replicas_have_the_gradients_and_statistics_of_separate_networks(name: str, training: bool) -> None:
+    count, size = 2, size_of(name)
+    replicas, nets = different_replicas(net_of(name), count, size)
+    # Of these images, none puts a ReLU so close to its edge that rounding decides on which side it is.
+    images = pictures(count * 4, 3, size, size, seed=1).view(count, 4, 3, size, size)
+    replicas.train_norms(training)
+    parameters = replicas.parameters(PARTS)
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    total = replicas(images).square().sum() + replicas.self_supervise(images).sin().sum()
+    gradients = dict(zip(parameters, torch.autograd.grad(total, list(parameters.values())), strict=True))
+    assert all(gradient.abs().sum() > 0 for gradient in gradients.values() if gradient.numel() > 100)
+    for s, one in enumerate(nets):
+        one.train(training)
+        exact, rounded = (
+            gradients_alone(copy.deepcopy(one).to(d), images[s].to(d)) for d in (torch.float64, torch.float32)
+        )
+        one(images[s]), one.self_supervise(images[s])  # for its statistics
+        scale = max(float(gradient.abs().max()) for gradient in exact.values())
+        # Few images make Batch Normalization amplify rounding: what the network alone suffers is allowed here too.
+        noise = max(float((rounded[key] - exact[key]).abs().max()) for key in exact)
+        for key, gradient in gradients.items():
+            assert torch.allclose(gradient[s].double(), exact[key], atol=1e-4 * scale + 2 * noise, rtol=1e-3), key
+        for key, buffer in one.named_buffers():
+            if key in replicas.tensors:
+                assert torch.allclose(replicas.tensors[key][s], buffer, atol=1e-5, rtol=1e-4), key
+
+
+def learn_together(
+    net: YNet, images: Tensor, targets: Tensor, steps: int, optimizer: Callable[..., torch.optim.Optimizer]
+) -> Replicas:
+    replicas = Replicas(net, len(images), ("encoder", "ssl"), images[0], images.dtype)
+    moving = [parameter.requires_grad_(True) for parameter in replicas.parameters(("encoder", "ssl")).values()]
+    mover = optimizer(moving)
+    replicas.train_norms(True)
+    for _ in range(steps):
+        mover.zero_grad()
+        outputs = replicas.self_supervise(images)
+        (F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum") / images.shape[1]).backward()
+        mover.step()
+    replicas.train_norms(False)
+    return replicas
+
+
+def learn_alone(
+    net: YNet, images: Tensor, targets: Tensor, steps: int, optimizer: Callable[..., torch.optim.Optimizer]
+) -> YNet:
+    one = copy.deepcopy(net)
+    mover = optimizer([*one.encoder.parameters(), *one.ssl.parameters()])
+    one.train()
+    for _ in range(steps):
+        mover.zero_grad()
+        F.cross_entropy(one.self_supervise(images), targets).backward()
+        mover.step()
+    return one.eval()
+
+
+def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.001)
+
+
+def check_steps(
+    name: str,
+    count: int,
+    steps: int = 10,
+    optimizer: Callable[..., torch.optim.Optimizer] = sgd,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-4,
+) -> None:
+    size, net = size_of(name), net_of(name).to(dtype)
+    images = pictures(count * 4, 3, size, size).view(count, 4, 3, size, size).to(dtype)
+    targets = Draws.of(1, torch.arange(count)).integers(4, 4)
+    order = Draws.of(2, torch.arange(count)).uniform().argsort()
+    together = learn_together(net, images, targets, steps, optimizer)
+    shuffled = learn_together(net, images[order], targets[order], steps, optimizer)
+    with torch.no_grad():
+        logits, again = together(images), shuffled(images[order])
+    assert torch.allclose(again, logits[order], atol=tolerance, rtol=0)
+    far = 0
+    for s in range(count):
+        alone = learn_alone(net, images[s], targets[s], steps, optimizer)(images[s])
+        far += not torch.allclose(logits[s], alone, atol=tolerance, rtol=0)
+        least = tolerance / 2 if name == "flattening" else 10 * tolerance  # that one's features are small
+        assert (alone - net(images[s])).abs().max() > least  # something was learned
+    assert far <= count // 50  # one in fifty may meet the corner of a ReLU so closely that rounding decides
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("name", LEARNING)
+def test_ten_steps_together_are_ten_steps_alone(name: str, count: int) -> None:
+    check_steps(name, count)
+
+
+@pytest.mark.parametrize("name", [*LEARNING, "folding"])
+def test_great_steps_in_double_precision(name: str) -> None:
+    """Without the noise of rounding, which great steps amplify."""
+    check_steps(name, 2, 10, functools.partial(torch.optim.SGD, lr=0.05), torch.float64, 1e-8)
+
+
+def test_ten_steps_of_sixty_four_replicas() -> None:
+    check_steps("resnet26 group", 64)
+
+
+def test_steps_of_the_papers_networks() -> None:
+    check_steps("resnet26 real", 2)
+    check_steps("resnet18 group", 2, 1)
+
+
+def test_ten_steps_with_momentum_decay_and_adam() -> None:
+    def momentum(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=0.01)
+
+    def adam(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.001)
+
+    check_steps("resnet26 batch", 3, 10, momentum, torch.float64, 1e-8)
+    check_steps("resnet26 group", 3, 10, adam, torch.float64, 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("rectified", "act (PReLU)"), ("reflecting", "'reflect'"), ("transformer", "(GraphModule)")]
+)
+def test_what_cannot_be_stacked_is_mapped_and_logged(name: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "testtime"):
+        Replicas(net_of(name), 2, PARTS, pictures(2, 3, 16, 16))
+    assert any("encoder go through vmap" in message and reason in message for message in caplog.messages)
+
+
+def test_code_that_mixes_the_batch_is_found_by_trying(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "testtime"):
+        Replicas(net_of("folding"), 2, PARTS, pictures(2, 3, 16, 16))
+    assert any("go through vmap: concatenated" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("name", ["resnet26 group", "resnet26 batch", "resnet18 group", "residual"])
+def test_known_layers_are_not_mapped(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "testtime"):
+        Replicas(net_of(name), 2, PARTS, pictures(2, 3, 32, 32))
+    assert not caplog.messages
+
+
+def test_tied_weights_stay_tied() -> None:
+    class Tied(Residual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.right = nn.Conv2d(8, 8, 3, padding=1)
+            self.right.weight = self.left.weight
+
+    torch.manual_seed(0)
+    net = split(Tied(), "norm").eval()
+    replicas, nets = different_replicas(net, 2, 16)
+    images = pictures(2, 4, 3, 16, 16)
+    assert torch.allclose(replicas(images)[1], nets[1](images[1]), atol=1e-5)
+
+
+# Single replicas
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", ["resnet26 batch", "transformer, patches"])
+def test_read_and_write_are_exact_and_touch_one_replica(name: str) -> None:
+    replicas, _ = different_replicas(net_of(name), 4, size_of(name))
+    before = [replicas.read(index) for index in range(4)]
+    assert not equal(before[0], before[1])
+    replicas.write(2, before[0])
+    after = [replicas.read(index) for index in range(4)]
+    assert all(equal(after[index], before[source]) for index, source in enumerate((0, 1, 0, 3)))
+    replicas.numbers.add_(1)
+    assert equal(after[1], before[1])  # what was read is a copy
+
+
+@pytest.mark.parametrize("name", ["resnet26 batch", "transformer"])
+def test_every_replica_starts_as_the_network(name: str) -> None:
+    net = net_of(name)
+    replicas = Replicas(net, 3, PARTS, pictures(2, 3, size_of(name), size_of(name)))
+    own = net.state_dict()
+    assert all(torch.equal(row, own[key]) for key, tensor in replicas.tensors.items() if key in own for row in tensor)
+    assert replicas.tensors.keys() >= dict(net.encoder.named_parameters(prefix="encoder")).keys()
+
+
+@pytest.mark.parametrize("name", ["resnet26 batch", "transformer, patches"])
+def test_packed_tensors_are_those_that_were_packed(name: str) -> None:
+    replicas, _ = different_replicas(net_of(name), 2, size_of(name))
+    parameters = replicas.parameters(PARTS)
+    assert equal(replicas.unpack(replicas.pack(parameters)), parameters)
+    assert torch.equal(replicas.pack(parameters), replicas.numbers)
+    replicas.numbers.fill_(3)
+    assert all(bool((tensor == 3).all()) for tensor in parameters.values())  # they are views of it
+
+
+def test_parts_that_are_not_asked_for_are_held_once() -> None:
+    net = net_of("resnet26 group")
+    replicas = Replicas(net, 5, ("encoder",), pictures(2, 3, 8, 8))
+    assert {name.split(".")[0] for name in replicas.tensors} == {"encoder"}
+    assert sum(t.numel() for t in replicas.tensors.values()) == 5 * sum(p.numel() for p in net.encoder.parameters())
+    images = pictures(5, 2, 3, 8, 8)
+    assert torch.allclose(replicas(images).flatten(0, 1), net(images.flatten(0, 1)), atol=1e-5)
+
+
+def test_the_network_is_not_changed_and_shares_no_memory() -> None:
+    net = net_of("resnet26 batch").train()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    replicas = Replicas(net, 2, PARTS, pictures(2, 3, 8, 8))
+    replicas.train_norms(True)
+    replicas(pictures(2, 4, 3, 8, 8))
+    for piece in replicas.pieces:
+        piece += 1
+    assert equal(dict(net.state_dict()), before)
+    assert all(module.training for module in net.modules())
+    assert all(parameter.requires_grad for parameter in net.parameters())
+
+
+def test_dropout_stays_off() -> None:
+    net = split(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 36, 10)), "1")
+    replicas = Replicas(net.train(), 2, PARTS, pictures(2, 3, 8, 8))
+    replicas.train_norms(True)
+    images = pictures(2, 4, 3, 8, 8)
+    assert torch.equal(replicas(images), replicas(images))
+    assert torch.allclose(replicas(images)[1], net.eval()(images[1]), atol=1e-5)
+
+
+def test_there_is_at_least_one_replica() -> None:
+    with pytest.raises(ValueError, match=r"`count`.*got 0"):
+        Replicas(net_of("resnet26 group"), 0)
