@@ -11,7 +11,7 @@ demo: $(INSTALLED) ## train on the built-in digits, adapt under shifts, write de
 test: lint ## everything that must hold: style, types, tests
 	$(BIN)/python -m pytest -n 2 --ignore=tests/extras
 
-test-extras: $(INSTALLED) ## what needs more than that: sanitizers, Ray, a browser; installs it
+test-extras: $(INSTALLED) ## what needs more: kernels off, sanitizers, Triton, Ray, LaTeX, a browser; installs it
 	$(BIN)/python tests/extras/run.py
 
 lint: $(INSTALLED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -23,19 +24,20 @@ from testtime import (
 from testtime.adaptation.streams import Streams
 from testtime.randomness import Draws
 
+DEVICE = os.environ.get("TESTTIME_TEST_DEVICE", "cpu")  # where networks and images are
 COUNT = 3  # images in a call; also the number of streams
 NAN, INF = float("nan"), float("inf")
 MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
 
 
 def pictures(count: int = COUNT, seed: int = 0, size: int = 16) -> Tensor:
-    return Draws.of(seed, torch.arange(count)).uniform(3, size, size)
+    return Draws.of(seed, torch.arange(count)).uniform(3, size, size).to(DEVICE)
 
 
 def network(norm: str = "group", seed: int = 1) -> YNet:
     """A network of a few layers, for many tests in little time; "resnet" is the paper's, but shallow."""
     if norm == "resnet":
-        return resnet26(depth=8, size=16, seed=seed).eval()
+        return resnet26(depth=8, size=16, seed=seed).eval().to(DEVICE)
 
     def normalise(channels: int) -> nn.Module:
         return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(4, channels)
@@ -49,7 +51,7 @@ def network(norm: str = "group", seed: int = 1) -> YNet:
         encoder = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), normalise(8), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1))
         augment = {"name": "crop-flip", "padding": 2}
         card = Card(size=16, mean=(0.5,) * 3, std=(0.25,) * 3, augment=augment)
-        return YNet(encoder, branch(10), branch(4), card).eval()
+        return YNet(encoder, branch(10), branch(4), card).eval().to(DEVICE)
 
 
 # Every adapter of the contract: what it is called → how it is made. `more` overrides settings.
@@ -113,7 +115,7 @@ def close(a: Prediction, b: Prediction, tolerance: float = 1e-5) -> bool:
 
 
 def samples(start: int = 0, count: int = COUNT) -> Tensor:
-    return torch.arange(start, start + count)
+    return torch.arange(start, start + count, device=DEVICE)
 
 
 OPTIMIZERS = {

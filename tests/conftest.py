@@ -1,5 +1,30 @@
-"""One thread for each test process: pytest runs several of them."""
+"""One thread for each test process, since pytest runs several of them; and what was skipped, in one line."""
 
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, read only files that have such tests: a machine with a GPU may lack what others import."""
+    if config.option.markexpr != "gpu" or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text(encoding="utf-8") if collection_path.suffix == ".py" else ""
+    return None if "mark.gpu" in text or "triton_device" in text else True
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests were skipped, and why."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[reason.removeprefix("Skipped: ")] += 1
+    if reasons:
+        counts = "; ".join(f"{count} ({reason})" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"skipped: {counts}")

@@ -167,5 +167,5 @@ def format_demo(results: Results) -> str:
         title = "mean of the shifts" if column == MEAN else column_title(column)
         cells = [f"{bold}{row[column].error:.1f}{bold}" for row in shown.rows.values()]
         rows.append([f"{bold}{title}{bold}", *cells])
-    rows.append(["ms for an image", *(f"{1000 * results.seconds[name]:.1f}" for name in shown.rows)])
+    rows.append(["ms per image", *(f"{1000 * results.seconds[name]:.1f}" for name in shown.rows)])
     return table(["error in %", *(f"`{name}`" for name in shown.rows)], rows)

@@ -97,7 +97,7 @@ def compare(results: Results, one: str, two: str, names: Sequence[str]) -> tuple
     for name in names:
         first, second = (read_verdicts((method, name), results.sources[method, name]) for method in (one, two))
         if samples is not None and not np.array_equal(samples, first.samples):
-            raise ResultsError(results.runs[0].path, f"{name} is of other images than {names[0]}")
+            raise ResultsError(results.runs[0].path, f"{name} has other images than {names[0]}")
         samples = first.samples
         gaps.append(100 * (second.share - first.share))
     gap = np.mean(gaps, axis=0)

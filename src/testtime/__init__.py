@@ -1,18 +1,18 @@
-"""Test-Time Training for PyTorch: a vision model that learns, without labels, from each image it is about to classify.
+"""Test-Time Training for PyTorch: a vision model learns, without labels, from each image it is about to classify.
 
-The way through the package, which is also the order of its modules:
+The workflow, which is also the order of the modules:
 
     import testtime as tt
 
     train_set, test_set = tt.data.open("digits", split="train"), tt.data.open("digits")
     net = tt.resnet26(depth=8, channels=1, size=16)      # one encoder, two branches; or tt.split(model, at=…)
-    net.describe(augment={"name": "crop-flip", "padding": 2, "flip": False})  # digits are not to be mirrored
-    tt.train(net, train_set, recipe=tt.Recipe.digits())  # classes and rotations together
+    net.describe(augment={"name": "crop-flip", "padding": 2, "flip": False})  # mirrored digits are not digits
+    tt.train(net, train_set, recipe=tt.Recipe.digits())  # classification and rotation jointly
     adapter = tt.Online(net, lr=0.01)                    # or Fixed, or Episodic
-    records = list(tt.evaluate(adapter, test_set))       # one record for each image
+    records = list(tt.evaluate(adapter, test_set))       # one record per image
     print(f"{tt.error(records):.1%}")
 
-Public names are loaded when they are first used, so that importing the package does not import torch.
+Public names are loaded on first use, so importing the package does not import torch.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ _NAMES = {
     "training.loop": ("train",),
     "training.recipe": ("Recipe", "TrainingError"),
 }
-"""The public names, by the module that has them."""
+"""Module → the public names it defines."""
 
 _MODULES = ("augment", "corruptions", "data", "networks", "tasks")
-_PLACES = {name: module for module, names in _NAMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "METHODS",
@@ -123,8 +123,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in _PLACES:
-        value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     elif name == "__version__":
         value = _find_version()
     else:
@@ -142,5 +142,5 @@ def _find_version() -> str:
 
     try:
         return version("testtime")
-    except PackageNotFoundError:  # run from a folder of sources
+    except PackageNotFoundError:  # run from a source tree
         return "unknown"

@@ -1,7 +1,7 @@
-"""The training augmentations, which are also what makes many views of one test image (paper, section 2).
+"""Training augmentations, also used to make views of a test image (paper, section 2).
 
-Batched tensor code on any device. An augmentation takes images `(N, C, H, W)` and `Draws` whose keys are `(N, K)`, and
-gives K copies of each image, `(N, K, C, h, w)`. Copy k of image n depends on key `[n, k]` alone.
+Batched tensor code for any device. An augmentation maps images `(N, C, H, W)` and `Draws` with keys `(N, K)` to K
+copies of each image, `(N, K, C, h, w)`. Copy k of image n depends only on key `[n, k]`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Augment = Callable[[Tensor, Draws], Tensor]
 
 @dataclass(frozen=True)
 class CropFlip:
-    """Pad with black, crop back to the image's size at random, flip left-right half of the time (CIFAR).
+    """Zero-pad, take a random crop of the original size, flip horizontally with probability 0.5 (CIFAR).
 
     Attributes:
         padding: Black pixels added on each side before the crop.
-        flip: Whether to flip at all; digits, for one, do not survive it.
+        flip: Whether to flip; disable it where mirror images are invalid, as for digits.
     """
 
     padding: int = 4
@@ -47,21 +47,21 @@ class CropFlip:
             columns = torch.where(flipped, width - 1 - columns, columns)
         columns = offsets[..., 1:] + columns  # (N, K, W)
         padded = F.pad(images, (self.padding,) * 4)
-        places = rows.unsqueeze(-1) * padded.shape[-1] + columns.unsqueeze(-2)  # (N, K, H, W) into the padded plane
-        return _pick(padded, places)
+        indices = rows.unsqueeze(-1) * padded.shape[-1] + columns.unsqueeze(-2)  # (N, K, H, W) into the padded plane
+        return _pick(padded, indices)
 
 
 @dataclass(frozen=True)
 class ResizedCropFlip:
-    """Crop a random box of random area and shape, resize it, flip left-right half of the time (ImageNet).
+    """Crop a box of random area and aspect ratio, resize it, flip horizontally with probability 0.5 (ImageNet).
 
-    Resizing is antialiased bilinear, as image libraries do it; the result is float in [0, 1].
+    Resizing is bilinear with antialiasing, as in image libraries; the result is float in [0, 1].
 
     Attributes:
-        size: Side of the result; None keeps the image's own height and width.
-        scale: Smallest and largest share of the image's area.
-        ratio: Smallest and largest width over height.
-        flip: Whether to flip at all.
+        size: Side of the result; None: the image's height and width.
+        scale: Lower and upper bound of the box's area, as a fraction of the image's.
+        ratio: Lower and upper bound of the box's aspect ratio, width over height.
+        flip: Whether to flip.
     """
 
     size: int | None = None
@@ -76,7 +76,7 @@ class ResizedCropFlip:
             bounds = getattr(self, name)
             numbers = isinstance(bounds, tuple) and all(isinstance(bound, int | float) for bound in bounds)
             if not numbers or len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] < math.inf:
-                raise ValueError(f"`{name}` must be two rising positive numbers, got {bounds!r}.")
+                raise ValueError(f"`{name}` must be two increasing positive numbers, got {bounds!r}.")
         _check_flip(self.flip)
 
     def __call__(self, images: Tensor, draws: Draws) -> Tensor:
@@ -93,9 +93,9 @@ class ResizedCropFlip:
         return rows.unsqueeze(2) @ pixels.unsqueeze(1) @ columns.unsqueeze(2).transpose(-1, -2)
 
     def boxes(self, height: int, width: int, draws: Draws) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Top, left, height and width of the crops, int64 `(N, K)` each.
+        """Return top, left, height and width of the crops, int64 `(N, K)` each.
 
-        The first of ten tries that fits the image is taken; if none does, the largest central box of an allowed shape.
+        The first of ten draws that fits the image is used; if none fits, the largest central box within `ratio`.
         """
         area, shape = draws.purpose("box").uniform(2, 10).unbind(-2)  # (N, K, 10)
         area = (self.scale[0] + area * (self.scale[1] - self.scale[0])) * height * width
@@ -109,16 +109,16 @@ class ResizedCropFlip:
         any_fits = fits.any(-1)
         box_width = torch.where(any_fits, widths.gather(-1, first)[..., 0], central[0])
         box_height = torch.where(any_fits, heights.gather(-1, first)[..., 0], central[1])
-        place = draws.purpose("place")
-        top = place.fold(0).integers(height - box_height + 1)
-        left = place.fold(1).integers(width - box_width + 1)
+        corner = draws.purpose("place")
+        top = corner.fold(0).integers(height - box_height + 1)
+        left = corner.fold(1).integers(width - box_width + 1)
         top = torch.where(any_fits, top, (height - box_height) // 2)
         left = torch.where(any_fits, left, (width - box_width) // 2)
         return top, left, box_height, box_width
 
 
 def make(specification: Mapping[str, Any]) -> Augment:
-    """The augmentation that a network's card names, e.g. `{"name": "crop-flip", "padding": 4}`."""
+    """Build an augmentation from its name and arguments, e.g. `{"name": "crop-flip", "padding": 4}`."""
     kinds = {"crop-flip": CropFlip, "resized-crop-flip": ResizedCropFlip}
     arguments = dict(specification)
     name = arguments.pop("name", None)
@@ -137,20 +137,20 @@ def _check_flip(flip: object) -> None:
         raise ValueError(f"`flip` must be true or false, got {flip!r}.")
 
 
-def _pick(images: Tensor, places: Tensor) -> Tensor:
-    """Pixels of images `(N, C, H, W)` at flat places `(N, K, h, w)` → `(N, K, C, h, w)`."""
+def _pick(images: Tensor, indices: Tensor) -> Tensor:
+    """Gather pixels of images `(N, C, H, W)` at flat indices `(N, K, h, w)` → `(N, K, C, h, w)`."""
     count, channels = images.shape[:2]
-    _, copies, height, width = places.shape
+    _, copies, height, width = indices.shape
     planes = images.flatten(2).unsqueeze(1).expand(count, copies, channels, -1)
-    index = places.view(count, copies, 1, -1).expand(-1, -1, channels, -1)
+    index = indices.view(count, copies, 1, -1).expand(-1, -1, channels, -1)
     return planes.gather(-1, index).view(count, copies, channels, height, width)
 
 
 def _resize_matrix(start: Tensor, length: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Rows that average `inputs` pixels into `outputs`, reading only `start .. start + length - 1`.
+    """Return matrices that resample `inputs` pixels to `outputs`, reading only `start .. start + length - 1`.
 
-    Each row is a triangle around its place in the source, widened when it shrinks the image (that is antialiasing), cut
-    at the box's ends and scaled to sum 1.
+    Each row is a triangle filter around its source position, widened when downscaling (antialiasing), truncated at the
+    ends of the box and normalised to sum 1.
 
     Args:
         start: First pixel of the box, int64 `(...)`.

@@ -1,7 +1,7 @@
-"""Checks of what comes from outside: arguments, studies, the descriptions in run.json, units and summaries.
+"""Validation of external input: arguments, studies, checkpoints, run.json, units and summaries.
 
-Names become file names and are printed, numbers are computed with, tables are walked through: a value is checked before
-any of that, once, where it comes in.
+Names become file names and are printed, numbers enter computations, tables are traversed: each value is validated once,
+where it is read, before any of that.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from urllib.parse import quote
 from testtime.storage import FileError, PathLike
 
 LONGEST = 100
-"""Characters that the name of a method or a network may have."""
+"""Maximum length of the name of a method or a network, in characters."""
 
-_FILE_NAME = 255  # bytes that file systems allow
+_FILE_NAME = 255  # maximum length in bytes on common file systems
 _UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_repr = reprlib.Repr()
+_repr.maxstring, _repr.maxother, _repr.maxdict = 100, 100, 10
 
 Kind = tuple[str, Callable[[Any], bool]]
-"""What a value must be, in words and as a test."""
+"""A description of the accepted values, for messages, and a predicate that accepts them."""
 
 
 def is_integer(value: Any, low: int = -(2**63), high: int = 2**63 - 1) -> bool:
-    """Whether a value is an integer in a range; true and false are none."""
+    """Whether a value is an integer in a range; booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
@@ -35,46 +37,46 @@ def is_number(value: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a text."""
+    """Whether a value is a string."""
     return isinstance(value, str)
 
 
 def is_flag(value: Any) -> bool:
-    """Whether a value is true or false."""
+    """Whether a value is a boolean."""
     return isinstance(value, bool)
 
 
 def is_table(value: Any) -> bool:
-    """Whether a value is a table, of texts to anything."""
+    """Whether a value is a dictionary with string keys."""
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
 def is_table_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """A test for tables whose values pass another test."""
+    """Return a predicate for tables whose values all pass `fits`."""
     return lambda value: is_table(value) and all(fits(one) for one in value.values())
 
 
 def is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """A test for lists whose entries pass another test."""
+    """Return a predicate for lists whose items all pass `fits`."""
     return lambda value: isinstance(value, list) and all(fits(one) for one in value)
 
 
 def is_shallow(value: Any, levels: int = 20) -> bool:
-    """Whether tables and lists are nested no deeper than so many levels, as all of ours are."""
+    """Whether tables and lists are nested at most `levels` deep."""
     layer = [value]
     for _ in range(levels):
-        held = [one.values() if isinstance(one, dict) else one for one in layer if isinstance(one, dict | list)]
-        layer = [inner for outer in held for inner in outer]
+        containers = [one.values() if isinstance(one, dict) else one for one in layer if isinstance(one, dict | list)]
+        layer = [inner for outer in containers for inner in outer]
         if not layer:
             return True
     return False
 
 
 def check_table(value: Any) -> None:
-    """Check that a value is a table, and that what it holds can be walked through.
+    """Check that a value is a table that is not nested too deeply.
 
     Raises:
-        ValueError: It is none, or nested too deeply.
+        ValueError: It is not.
     """
     if not is_table(value):
         raise ValueError(f"it must be a table, got {show(value)}.")
@@ -83,15 +85,15 @@ def check_table(value: Any) -> None:
 
 
 def check_entries(table: Mapping[str, Any], kinds: Mapping[str, Kind], required: Sequence[str] = ()) -> None:
-    """Check the entries of a table that are known; others may be there.
+    """Check the known entries of a table; unknown ones are ignored.
 
     Args:
         table: The table.
-        kinds: What each entry must be.
-        required: The entries that must not be missing.
+        kinds: Entry → the values it accepts.
+        required: Entries that must be present.
 
     Raises:
-        ValueError: One is of another kind, or missing.
+        ValueError: An entry is missing or not accepted.
     """
     for name in required:
         if name not in table:
@@ -102,36 +104,37 @@ def check_entries(table: Mapping[str, Any], kinds: Mapping[str, Kind], required:
 
 
 def check_format(path: PathLike, found: Any, known: int) -> None:
-    """Check the format that a file says it has.
+    """Check the format version of a file; "1", 1.0 and True are not 1.
 
     Raises:
-        FileError: It is another one.
+        FileError: It is missing or not `known`.
     """
     if not is_integer(found) or found != known:
         fault = "has no format" if found is None else f"has format {show(found)}"
-        raise FileError(path, fault, f"this version of testtime reads format {known}")
+        fault += f", this version of testtime reads format {known}"
+        raise FileError(path, fault, "use the version that wrote it")
 
 
 def check_name(what: str, name: Any, longest: int = LONGEST) -> None:
-    """Check a name that becomes a part of a file's path.
+    """Check a name that becomes part of a path.
 
     Args:
-        what: What it is, for the message.
+        what: What the name denotes, for the message.
         name: The name.
-        longest: How many characters it may have.
+        longest: Its maximum length in characters.
 
     Raises:
-        ValueError: It is no text, empty, too long, hidden, leads elsewhere or cannot be printed.
+        ValueError: It is not a string, empty, too long, hidden, not printable, or has a slash.
     """
     if not is_file_name(name) or len(name) > longest or name[0] == "." or "\\" in name:
         raise ValueError(
-            f"{what} must be fit for a file's name: at most {longest} printable characters, no slashes, no dot in "
-            f"front, got {show(name)}."
+            f"{what} must be usable as a file name: at most {longest} printable characters, no slashes, no leading "
+            f"dot, got {show(name)}."
         )
 
 
 def is_file_name(part: Any) -> bool:
-    """Whether a part of a name can be a file's, once it is quoted."""
+    """Whether a part of a name is, once quoted, a valid file name."""
     return (
         isinstance(part, str)
         and part not in ("", ".", "..")
@@ -142,18 +145,18 @@ def is_file_name(part: Any) -> bool:
 
 
 def quote_name(part: str) -> str:
-    """A part of a name as a file's name."""
+    """Quote a part of a name as a file name."""
     return quote(part, safe=" +=@,()")
 
 
 def fold_name(name: str) -> str:
-    """A name as file systems compare them that know neither case nor how an accent is written."""
+    """Fold case and Unicode normalisation, so that names equal on some file systems compare equal."""
     return unicodedata.normalize("NFC", name).casefold()
 
 
 def show(value: Any) -> str:
-    """A value in a message, shortened, whatever it is."""
+    """Return the `repr` of a value, shortened for a message."""
     try:
-        return reprlib.repr(value)
-    except ValueError:  # Python does not write integers of thousands of digits
+        return _repr.repr(value)
+    except ValueError:  # Python refuses to format integers of thousands of digits
         return f"an {type(value).__name__} of too many digits"

@@ -1,12 +1,12 @@
-"""The demo: train on the built-in digits, shift the test digits, and see what adapting to them gains.
+"""The demo: trains on the built-in digits and adapts to shifted test digits.
 
     train_network   joint training (classes and rotations) of a small ResNet, on clean digits only
-    SHIFTS          what happens to the test digits afterwards
-    METHODS         fixed, episodic and online, run on every set as `testtime eval` would
-    run             all of it, with the report that `testtime report` makes of a run
+    SHIFTS          the shifts of the test digits
+    METHODS         fixed, episodic and online, evaluated on each set as by `testtime eval`
+    run             everything, and a report as by `testtime report`
 
-It needs no download and no GPU, and goes on where it stopped if it is interrupted. The digits stand in for CIFAR-10
-(paper, section 3), so its errors are not the paper's.
+It needs no download and no GPU, and resumes if interrupted. It uses digits instead of CIFAR-10 (paper, section 3), so
+its errors are not the paper's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from testtime.training import prepare, train
 Bars = Callable[[str], contextlib.AbstractContextManager[Progress]]
 
 CLEAN, FAMILY = "digits", "digits-shifts"
-"""Names of the clean test set, and of the shifted ones: `digits-shifts/gaussian noise` and so on."""
+"""Names of the clean test set and of the shifted ones, e.g. `digits-shifts/gaussian noise`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Shift:
         title: Its name in tables and figures.
         kind: A corruption of `testtime.corruptions` (with ImageNet's published parameters), or one of `LIGHTS`.
         severity: The corruption's severity, 1 to 5; None for a light.
-        words: What it does to a digit, for people who see it for the first time.
+        words: What it does to a digit, for newcomers.
     """
 
     title: str
@@ -67,7 +67,7 @@ SHIFTS: tuple[Shift, ...] = (
     Shift("uneven light", "uneven_light", None, "gray paper, lit from one side"),
     Shift("pixelation", "pixelate", 4, "four by four blocks instead of sixteen by sixteen pixels"),
 )
-"""What the demo measures."""
+"""The shifts of the demo."""
 
 EPOCHS = 25
 LR = 0.05
@@ -82,24 +82,24 @@ METHODS = (
     MethodSpec("episodic", "episodic", settings={"steps": 2, "lr": 0.01, **_VIEWS}),
     MethodSpec("online", "online", settings={"steps": 2, "lr": 0.02, **_VIEWS}),
 )
-"""How the modes adapt. Both learn from the image itself in its four rotations: cropping as in training would pad with
-black, and where the background is no longer black that frame would outweigh the digit."""
+"""The methods. Both learn from the four rotations of the image without cropping, whose black padding would dominate a
+digit on a background that is no longer black."""
 
-_TOGETHER = 5  # streams that advance together: on pictures this small twice as fast as one by one
+_TOGETHER = 5  # parallel streams; on images this small twice as fast as one at a time
 
 WORDS = (
     (
         "What you are looking at",
         (
-            "The network was trained to do two things at once: to name a digit, and to tell by how many quarter turns "
-            "a picture was rotated. The second needs no human label: whoever turns the picture knows the answer. That "
-            "makes it something to practise on when no teacher is around.",
-            "So, when a picture arrives, the network turns it all four ways, tries to tell which is which, and changes "
-            "itself a little to do better. Then it names the digit. Its idea of strokes has shifted towards the world "
-            "it now sees, and naming profits. Two ways of doing that are compared with doing nothing: episodic forgets "
-            "what a picture taught before the next one comes; online keeps it, and names every picture once, right "
-            "after it practised on it.",
-            "The digits are small and few: take the numbers as an illustration, not as a benchmark.",
+            "The network was trained on two tasks at once: to recognise a digit, and to recognise by how many quarter "
+            "turns an image was rotated. The second task needs no human labels, because the rotation is applied by the "
+            "program itself. So the network can train on it even when nobody provides labels.",
+            "When an image arrives, the network rotates it in all four ways, predicts the rotations, and takes a few "
+            "training steps to predict them better. Then it recognises the digit. Its features have adapted to the "
+            "shifted images, and that helps both tasks. Two variants are compared with the fixed network: episodic "
+            "discards what it learned from an image before the next one; online retains it, and predicts each image "
+            "once, right after learning from it.",
+            "The digits are small and few: the numbers are an illustration, not a benchmark.",
         ),
     ),
 )
@@ -115,12 +115,12 @@ CHOICE = (
 
 
 def dim_light(images: Tensor, draws: Draws) -> Tensor:
-    """A fifth of the light, uint8 `(N, 1, H, W)`."""
+    """Scale images to a fifth of their brightness, uint8 `(N, 1, H, W)`."""
     return (images.float() * 0.2).round().to(torch.uint8)
 
 
 def uneven_light(images: Tensor, draws: Draws) -> Tensor:
-    """Gray paper that grows lighter towards a random side, one for each image; uint8 `(N, 1, H, W)`."""
+    """Add a grey background that brightens towards a random direction per image, uint8 `(N, 1, H, W)`."""
     angle = draws.purpose("uneven light").uniform()[:, None, None] * (2 * math.pi)
     ramp = torch.linspace(-1, 1, images.shape[-1], dtype=torch.float32, device="cpu")
     light = 0.5 + (angle.cos() * ramp[:, None] + angle.sin() * ramp) / math.sqrt(8)  # (N, H, W) in [0, 1]
@@ -128,25 +128,25 @@ def uneven_light(images: Tensor, draws: Draws) -> Tensor:
 
 
 LIGHTS: dict[str, Callable[[Tensor, Draws], Tensor]] = {"dim_light": dim_light, "uneven_light": uneven_light}
-"""Shifts of the demo's own, for want of them among the published corruptions."""
+"""Shifts that are not among the published corruptions."""
 
 
 def train_network(
     folder: str | Path | None = None, seed: int = 0, epochs: int = EPOCHS, progress: Progress | None = None
 ) -> YNet:
-    """A ResNet-8 trained jointly on the clean training digits, 16×16.
+    """Train a ResNet-8 jointly on the clean training digits, 16×16.
 
     Args:
-        folder: Where training keeps its state; one that is finished or interrupted there is taken up again.
+        folder: Folder of the training run; an existing one is resumed.
         seed: Seed of weights, order and augmentation.
         epochs: Passes over the 1,297 digits.
-        progress: Told how many of how many steps are done, and how the last epoch went.
+        progress: Called with the steps done, their total, and the results of the last epoch.
     """
     setup = prepare("digits", seed=seed)
     setup.net.describe(augment=AUGMENT)
     recipe = setup.recipe.change(epochs=epochs, lr=LR)
     threads = torch.get_num_threads()
-    # A second thread saves little on so small a network, and where cores are busy its waiting costs minutes.
+    # On so small a network more threads save little, and on busy cores they cost minutes.
     torch.set_num_threads(1)
     try:
         return train(setup.net, setup.source, recipe=recipe, folder=folder, progress=progress)
@@ -155,7 +155,7 @@ def train_network(
 
 
 def shift_set(test_set: TestSet, shift: Shift, seed: int = 0) -> TestSet:
-    """A test set under a shift, the same for the same seed."""
+    """Apply a shift to a test set, determined by the seed."""
     if shift.severity is not None:
         return Corrupted(test_set, shift.kind, shift.severity, seed=seed, scale="imagenet")
     draws = Draws.of(seed, torch.arange(len(test_set), device="cpu"))
@@ -164,7 +164,7 @@ def shift_set(test_set: TestSet, shift: Shift, seed: int = 0) -> TestSet:
 
 
 def make_sets(shifts: Sequence[Shift] = SHIFTS, seed: int = 0) -> dict[str, TestSet]:
-    """The clean test digits and those under some shifts, by name."""
+    """Return the clean and the shifted test digits by name."""
     clean = prepare("digits", seed=seed).test
     assert clean is not None
     return {CLEAN: clean} | {f"{FAMILY}/{shift.title}": shift_set(clean, shift, seed) for shift in shifts}
@@ -178,22 +178,22 @@ def run(
     quick: bool = False,
     progress: Bars | None = None,
 ) -> tuple[Results, float]:
-    """Train, measure, and write the report: `out/index.html`, tables, figures, `summary.json`, and the network.
+    """Train, evaluate, and write the report: `out/index.html`, tables, figures, `summary.json`, and the network.
 
-    What was finished in `out` by an earlier call with the same arguments is not done again.
+    Work finished by an earlier call with the same arguments is reused.
 
     Args:
-        out: The folder; the report of an earlier call is replaced.
+        out: The folder; an existing report is overwritten.
         epochs: Passes over the training digits; by default 25, with `quick` 3.
         seed: Seed of everything.
-        quick: A rough version in seconds: little training, the first 60 digits, three shifts.
-        progress: Makes the progress callback for a stage of the given title, as a context.
+        quick: A rough version that takes seconds: little training, the first 60 digits, three shifts.
+        progress: Called with the title of each stage; returns a context manager that yields its progress callback.
 
     Returns:
-        What was reported, and how many seconds it took.
+        The results, and the seconds it took.
 
     Raises:
-        ModuleNotFoundError: What the page needs is not installed; said before anything is trained.
+        ModuleNotFoundError: A package that the report needs is not installed; raised before training.
     """
     require()
     bars = progress or (lambda title: contextlib.nullcontext(lambda done, total, text: None))
@@ -235,11 +235,11 @@ def run(
 
 
 def _describe(net: YNet, facts: Mapping[str, Any]) -> dict[str, str]:
-    """What the report says of the demo besides its run."""
+    """Return the report's remarks on the demo."""
     recipe, epochs = net.card.record["configuration"]["recipe"], len(net.card.record["epochs"])
     corruptions = ", ".join(f"{shift.kind} {shift.severity}" for shift in SHIFTS if shift.severity)
     lights = ", ".join(shift.title for shift in SHIFTS if not shift.severity)
-    busy = "" if facts["load"] is None else f"; load average {facts['load']} when it began"
+    busy = "" if facts["load"] is None else f"; load average {facts['load']} at the start"
     return {
         "Training": f"1,297 clean digits, {epochs} epoch{'s' if epochs > 1 else ''}, learning rate {recipe['lr']}, "
         f"batches of {recipe['batch']}, {facts['training']:.0f} s on one thread",

@@ -1,4 +1,4 @@
-"""The arithmetic of layers: "fp32", "tf32" or "bf16", and the context that applies it."""
+"""The precision of layers, "fp32", "tf32" or "bf16", and the context manager that applies it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ Precision = Literal["fp32", "tf32", "bf16"]
 
 
 def check_precision(precision: str) -> torch.dtype:
-    """The dtype that layers compute in; an unknown precision is an error."""
+    """Return the dtype that layers compute in.
+
+    Raises:
+        ValueError: The precision is unknown.
+    """
     if precision not in get_args(Precision):
         raise ValueError(f"`precision` must be one of {', '.join(get_args(Precision))}, got {precision!r}.")
     return torch.bfloat16 if precision == "bf16" else torch.float32
@@ -20,10 +24,10 @@ def check_precision(precision: str) -> torch.dtype:
 
 @contextlib.contextmanager
 def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Within it, numbers are computed as `precision` says, whatever the caller has set; outside nothing changes.
+    """Compute in `precision` within the context, whatever the caller's settings, which are restored at the end.
 
-    Float32 products on CUDA are exact ("fp32") or take TF32. cuDNN is held to its deterministic algorithms: a stream
-    that is resumed must go on bit for bit. The caller's autocast does not reach in.
+    Float32 products on CUDA use full precision ("fp32") or TF32. cuDNN is restricted to deterministic algorithms,
+    because a resumed stream must continue bit for bit. Autocast is disabled.
     """
     if device.type != "cuda":
         with torch.autocast(device.type, enabled=False):

@@ -1,4 +1,4 @@
-"""How far long work is, and reading ahead of it."""
+"""Progress callbacks, and prefetching on a thread."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 Progress = Callable[[int, int, str], None]
-"""Called with how much is done, out of how much, and a word on what is being done (may be empty)."""
+"""Called with the number of items done, the total, and a word for the current item (may be empty)."""
 
 T = TypeVar("T")
 
 
 def read_ahead(items: Iterable[T]) -> Iterator[T]:
-    """The same items; the next one is read on a thread while the last one is worked on."""
+    """Yield the items, prefetching the next one on a thread."""
     source, end = iter(items), object()
     with ThreadPoolExecutor(1, "read-ahead") as reader:
         coming = reader.submit(next, source, end)

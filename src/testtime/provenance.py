@@ -1,4 +1,4 @@
-"""What a number was measured with, and whether two configurations are the same."""
+"""Versions and hardware of a measurement, and the differences between two configurations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import distributed
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What a number was measured with: versions and hardware, as plain text and numbers."""
+    """Return versions and hardware as JSON-compatible values."""
     grouped = distributed.is_available() and distributed.is_initialized()
     return {
         "versions": {name: _version(name) for name in ("testtime", "torch", "numpy")}
@@ -30,7 +30,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:  # elsewhere the platform module knows
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:  # only on Linux
         for line in file:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
@@ -40,16 +40,16 @@ def _processor() -> str:
 def _version(name: str) -> str:
     try:
         return version(name)
-    except PackageNotFoundError:  # run from a folder of sources
+    except PackageNotFoundError:  # run from a source tree
         return "unknown"
 
 
 def find_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Where a configuration read from a file and one of now differ, a phrase for each entry, sorted by name.
+    """Describe the differences between two configurations, one phrase per entry, sorted by name.
 
     Args:
-        there: What the file says.
-        here: What is asked for now; compared as JSON would hold it.
+        there: The configuration read from a file.
+        here: The current configuration; converted to JSON types before the comparison.
     """
     old, new = flatten(there), flatten(json.loads(json.dumps(here)))
     return [
@@ -60,7 +60,7 @@ def find_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, with names such as `recipe.lr`."""
+    """Flatten nested dictionaries into one with dotted keys like `recipe.lr`."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -1,16 +1,16 @@
-"""Stateless randomness: a number is a function of what it is for, not of what was drawn before it.
+"""Stateless randomness: a random number depends on its purpose, not on earlier draws.
 
-Every draw in testtime is a hash of (seed, sample number, step, copy, purpose). There is no generator to advance, so an
-image's augmentations are the same alone or in a batch, on CPU or GPU, in one process or in sixteen, before or after a
-resume. `Draws` holds one 64-bit key for each thing that needs numbers; `fold` derives new keys from it, and `integers`,
-`uniform` and `normal` read numbers off.
+Every draw is a hash of (seed, sample index, step, copy, purpose). There is no generator state, so an image's
+augmentations are the same alone or in a batch, on CPU or GPU, in one process or sixteen, before or after a resume.
+`Draws` holds one 64-bit key per random stream; `fold` derives new keys, and `integers`, `uniform` and `normal` draw
+numbers.
 
-    draws = Draws.of(seed=0, samples=torch.arange(8))     # one key for each image
-    draws = draws.fold(step).copies(32)                   # (8, 32): one for each augmented copy
+    draws = Draws.of(seed=0, samples=torch.arange(8))     # one key per image
+    draws = draws.fold(step).copies(32)                   # (8, 32): one per augmented copy
     left = draws.purpose("crop").integers(9)              # (8, 32), in 0..8
 
 The hash is SplitMix64 (Steele, Lea & Flood 2014): a counter times the golden ratio, then Stafford's 13th finaliser.
-Integers and uniforms are bit-identical on every device; normals go through log and cosine and agree up to rounding.
+Integers and uniforms are bit-identical on every device; normals use log and cosine and agree up to rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from testtime import kernels
 
 
 def _signed(value: int) -> int:
-    """The two's-complement int64 of an unsigned 64-bit number (torch has no shifts on uint64)."""
+    """Reinterpret an unsigned 64-bit integer as two's-complement int64 (torch has no shifts on uint64)."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
@@ -39,12 +39,12 @@ _ALL = (1 << 64) - 1
 
 
 def _xor_shift(state: Tensor, bits: int) -> Tensor:
-    # torch shifts int64 arithmetically; the mask makes it the logical shift that the hash is defined with.
+    # torch shifts int64 arithmetically; the mask turns that into the logical shift of the hash.
     return state ^ ((state >> bits) & ((1 << (64 - bits)) - 1))
 
 
 def _mix(state: Tensor, factor: int = 1, plus: int = 0) -> Tensor:
-    """Scramble int64 numbers, times a factor plus something, so that neighbouring inputs give unrelated outputs."""
+    """Hash `state * factor + plus`, int64, elementwise."""
     mixed = kernels.take_over("mix", state, factor, plus)
     if mixed is not None:
         return mixed
@@ -63,66 +63,66 @@ def _mix_one(state: int) -> int:
 
 
 def purpose_word(name: str) -> int:
-    """What a key gains for a named use before it is mixed."""
+    """Return the integer that is added to a key for a named purpose, before hashing."""
     return _mix_one((zlib.crc32(name.encode()) + (1 << 40) + 1) * GOLDEN)
 
 
 @dataclass(frozen=True)
 class Draws:
-    """A tensor of independent random streams, one for each key.
+    """A tensor of independent random streams, one per key.
 
     Attributes:
-        keys: int64 of any shape; every number drawn gets that shape first.
+        keys: int64 of any shape, which leads the shape of every draw.
     """
 
     keys: Tensor
 
     @staticmethod
     def of(seed: int, samples: Tensor) -> Draws:
-        """The streams of the given sample numbers under a seed.
+        """Make one stream per sample index.
 
         Args:
-            seed: Any integer; only its low 64 bits count.
-            samples: Integer tensor of any shape; its device is where numbers are drawn.
+            seed: Any integer; only its low 64 bits are used.
+            samples: Integer tensor of any shape; numbers are drawn on its device.
         """
         return Draws(_mix(samples.to(torch.int64), GOLDEN, _signed(int(seed) * 0x2545F4914F6CDD1D + 1)))
 
     def fold(self, number: int | Tensor) -> Draws:
-        """New streams that also depend on `number` (a step, a copy); a tensor broadcasts against the keys."""
+        """Derive streams that also depend on `number` (a step, a copy); a tensor broadcasts against the keys."""
         if isinstance(number, int):
             return Draws(_mix(self.keys, plus=_mix_one((number + 1) * GOLDEN)))
         return Draws(_mix(self.keys + _mix(number.to(torch.int64), GOLDEN, GOLDEN)))  # (number + 1) · GOLDEN
 
     def purpose(self, name: str) -> Draws:
-        """New streams for one named use, so that no two uses of a key share numbers."""
+        """Derive streams for a named purpose, so that no two uses of a key share numbers."""
         return Draws(_mix(self.keys, plus=purpose_word(name)))
 
     def copies(self, count: int) -> Draws:
-        """One stream for each of `count` copies; keys gain a last axis of that length."""
+        """Derive `count` streams from each, along a new last axis."""
         return Draws(self.keys.unsqueeze(-1)).fold(torch.arange(count, device=self.keys.device))
 
     def flatten(self) -> Draws:
-        """The same streams in one axis."""
+        """Flatten the keys to one axis."""
         return Draws(self.keys.flatten())
 
     def _bits(self, *shape: int) -> Tensor:
-        """64 random bits for each element, `(*keys.shape, *shape)`."""
+        """Draw 64 random bits per element, `(*keys.shape, *shape)`."""
         count = math.prod(shape)
         counter = torch.arange(1, count + 1, device=self.keys.device) * GOLDEN
         return _mix(self.keys.unsqueeze(-1) + counter).view((*self.keys.shape, *shape))
 
     def integers(self, high: int | Tensor, *shape: int) -> Tensor:
-        """Integers in 0..high-1, int64 `(*keys.shape, *shape)`; `high` at most 2³¹, a tensor broadcasts."""
+        """Draw integers in 0..high-1, int64 `(*keys.shape, *shape)`; `high` is at most 2³¹, a tensor broadcasts."""
         return (((self._bits(*shape) >> 33) & _LOW31) * high) >> 31
 
     def uniform(self, *shape: int) -> Tensor:
-        """Numbers in [0, 1) on a grid of 2⁻²⁴, float32 `(*keys.shape, *shape)`."""
+        """Draw multiples of 2⁻²⁴ in [0, 1), float32 `(*keys.shape, *shape)`."""
         return ((self._bits(*shape) >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
 
     def normal(self, *shape: int) -> Tensor:
-        """Standard normal numbers, float32 `(*keys.shape, *shape)`, by Box and Muller's transform."""
+        """Draw standard normals by the Box-Muller transform, float32 `(*keys.shape, *shape)`."""
         count = math.prod(shape)
-        bits = self._bits((count + 1) // 2)  # both numbers of a pair come from one hash
+        bits = self._bits((count + 1) // 2)  # one hash yields a pair
         radius = (((bits >> 40) & 0xFFFFFF).to(torch.float32) + 0.5) * 2.0**-24
         radius = radius.log_().mul_(-2).sqrt_()
         angle = ((bits >> 8) & 0xFFFFFF).to(torch.float32) * (2 * math.pi * 2.0**-24)

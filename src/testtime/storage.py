@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, read with suspicion, and folders that one process holds.
+"""Atomic file writes, validated reads, and folders locked by one process.
 
-Every reader of files in this package reports a file that it cannot use as a `FileError`: the file's name, what is wrong
-with it and, where something can be done, what.
+Every reader in this package reports an unusable file as a `FileError`: the file's name, the fault and, where there is
+one, the remedy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 try:
     import fcntl
-except ModuleNotFoundError:  # not on Windows; there two processes can be in one folder
+except ModuleNotFoundError:  # Windows, where folders are not locked
     fcntl = None
 
 log = logging.getLogger(__name__)
@@ -32,12 +32,12 @@ PathLike = str | os.PathLike[str]
 
 
 class FileError(ValueError):
-    """A file or folder that cannot be used: which, what is wrong with it and what to do about it.
+    """A file or folder that cannot be used.
 
     Args:
         path: The file or folder.
         fault: What is wrong with it.
-        remedy: What to do about it, if that can be said.
+        remedy: What to do about it, if anything.
     """
 
     def __init__(self, path: PathLike, fault: str, remedy: str = "") -> None:
@@ -50,26 +50,26 @@ class FileError(ValueError):
 
 
 class FolderError(FileError):
-    """A folder that cannot be worked in: it is a file, or another process is at work there."""
+    """A folder that cannot be used: it is a file, or another process holds it."""
 
 
 def printable(text: str) -> str:
-    """A text from outside on one line, without anything that could steer a terminal or reorder what is read.
+    """Return external text on one line, with control characters escaped.
 
-    Line ends and tabs become spaces; other control and formatting characters become visible escapes such as `\\x1b`.
+    Line breaks and tabs become spaces; other control and formatting characters become visible escapes like `\\x1b`.
     """
-    shown = (
+    escaped = (
         char if unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp") else ascii(char)[1:-1]
         for char in " ".join(text.split())
     )
-    return "".join(shown)
+    return "".join(escaped)
 
 
 def check_file(path: PathLike) -> None:
-    """Check that a path is a file that can be read to its end: a pipe would make the reader wait for ever.
+    """Check that a path is a regular file; reading a pipe, for example, could block forever.
 
     Raises:
-        FileError: It is missing, empty, a folder, or something else than a file.
+        FileError: It is missing, empty, a folder, or not a regular file.
     """
     try:
         status = os.stat(path)
@@ -85,7 +85,7 @@ def check_file(path: PathLike) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """What went wrong in a few words: an `OSError` without its number and file name, others as they are."""
+    """Return the message of an error; for an `OSError`, without its number and file name."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -93,15 +93,15 @@ def error_text(error: BaseException) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text holds, NaN and infinities not among it.
+    """Parse JSON; NaN and infinities are not accepted.
 
     Raises:
-        ValueError: It is not JSON.
+        ValueError: It is not valid JSON.
     """
 
     def finite(number: str) -> float:
         if not math.isfinite(value := float(number)):
-            raise ValueError(f"holds {number}, which is not a finite number")
+            raise ValueError(f"{number} is not a finite number")
         return value
 
     try:
@@ -111,14 +111,14 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: PathLike, limit: int = 1 << 30) -> Any:
-    """What a JSON file holds.
+    """Read a JSON file.
 
     Args:
         path: The file.
-        limit: The most bytes to accept.
+        limit: Maximum size in bytes.
 
     Raises:
-        FileError: It is missing, too large or not JSON.
+        FileError: It is missing, too large or not valid JSON.
     """
     check_file(path)
     if os.stat(path).st_size > limit:
@@ -130,7 +130,7 @@ def read_json(path: PathLike, limit: int = 1 << 30) -> Any:
 
 
 def clear_parts(folder: PathLike) -> None:
-    """Remove what a killed process was writing with `whole_file`, anywhere below a folder."""
+    """Remove the temporary files that killed processes left behind in `whole_file`, recursively."""
     for part in Path(folder).rglob(".*.part"):
         if not part.is_dir():
             part.unlink(missing_ok=True)
@@ -138,12 +138,12 @@ def clear_parts(folder: PathLike) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: PathLike) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it becomes `path`, on any failure it is gone.
+    """Yield a temporary path in the same folder; on success it replaces `path`, on failure it is removed.
 
-    A reader sees the old file or the new one, never a part of it, even when the process is killed or the disk is full.
+    A reader sees the old file or the new one, never a partial one, even if the process is killed or the disk is full.
 
     Raises:
-        OSError: It cannot be written; the message names `path`.
+        OSError: The file cannot be written; the message names `path`.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,12 +154,12 @@ def whole_file(path: PathLike) -> Iterator[Path]:
         yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
-        temporary.chmod(0o644)  # mkstemp makes files that only their owner can read
+        temporary.chmod(0o644)  # mkstemp creates files that only their owner can read
         os.replace(temporary, path)
-    except SafetensorError as error:  # its way of saying that the disk is full
+    except SafetensorError as error:  # raised instead of OSError when the disk is full
         raise OSError(f"{path}: cannot be written ({error})") from None
     except OSError as error:
-        if error.errno is not None and error.filename is None:  # a full disk does not say which file it was
+        if error.errno is not None and error.filename is None:  # as when the disk is full
             error.filename = str(path)
         raise
     finally:
@@ -167,17 +167,17 @@ def whole_file(path: PathLike) -> Iterator[Path]:
 
 
 def write_whole(path: PathLike, content: str | bytes) -> None:
-    """Write a text or bytes to `path`, whole or not at all."""
+    """Write text or bytes to `path` atomically."""
     with whole_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
 def hold_folder(path: PathLike) -> Iterator[None]:
-    """Make a folder and keep other processes from working in it; one that is killed lets go of it.
+    """Create a folder and lock it against other processes; the lock ends with the process.
 
     Raises:
-        FolderError: It is a file, or another process is at work there.
+        FolderError: It is a file, or another process holds it.
     """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)

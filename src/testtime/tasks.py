@@ -1,7 +1,7 @@
-"""Self-supervised tasks: what a network can learn from an image nobody has labelled.
+"""Self-supervised tasks, which a network can learn from unlabelled images.
 
-A `Task` turns images into views with known targets, and a network's outputs on the views into losses. `Rotation`
-(Gidaris et al. 2018), the paper's task, turns an image by a multiple of 90° and asks by which.
+A `Task` maps images to views with known targets, and a network's outputs on the views to losses. `Rotation` (Gidaris et
+al. 2018), the paper's task, is to predict by which multiple of 90° an image was rotated.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from testtime.randomness import Draws, purpose_word
 
 
 class Task(Protocol):
-    """What training and adaptation need of a self-supervised task.
+    """The interface of a self-supervised task.
 
-    Views are grouped by image: with V views of each image, views `n·V … n·V + V - 1` belong to image n.
+    Views are grouped by image: with V views per image, views `n·V … n·V + V - 1` belong to image n.
     """
 
     @property
     def name(self) -> str:
-        """The name that checkpoints and reports use."""
+        """The name used in checkpoints and reports."""
         ...
 
     @property
     def outputs(self) -> int:
-        """How many outputs the self-supervised branch has."""
+        """Number of outputs of the self-supervised branch."""
         ...
 
     def views(self, images: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Views `(N·V, C, h, w)` of images `(N, C, H, W)` and their targets `(N·V,)`; draws has keys `(N,)`."""
+        """Return views `(N·V, C, h, w)` of images `(N, C, H, W)` and targets `(N·V,)`; draws has keys `(N,)`."""
         ...
 
     def probe(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """The views, without chance, on which the task's loss and confidence are measured; the plain one first."""
+        """Return deterministic views, the unchanged image first, to measure the task's loss and confidence on."""
         ...
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each view, `(M,)`, from outputs `(M, outputs)` and targets `(M,)`; exp(-loss) is confidence."""
+        """Return the loss per view, `(M,)`, of outputs `(M, outputs)` and targets `(M,)`; exp(-loss) is confidence."""
         ...
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Predict by which multiple of 90° an image was turned.
+    """Predict by which multiple of 90° an image was rotated.
 
-    Turns are exact: no interpolation, nothing filled in. An image that is not square is first cut to its central
-    square, since its quarter turns would have another shape.
+    Rotations are exact, without interpolation or filling. An image that is not square is first cropped to its central
+    square, so that all rotations have the same shape.
 
     Attributes:
-        each: "random" turns every image once, by chance; "all" gives all four turns of every image.
+        each: "random": one random rotation per image; "all": all four rotations.
     """
 
     each: Literal["random", "all"] = "random"
@@ -76,18 +76,18 @@ class Rotation:
     def views(self, images: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         if self.each == "all":
             return self.probe(images)
-        turns = draws.purpose("rotation").integers(4)
+        targets = draws.purpose("rotation").integers(4)
         images = _central_square(images)
-        # Four whole turns and a choice, rather than indexing: the shapes do not depend on the draws.
-        half = torch.where((turns >= 2)[:, None, None, None], images.rot90(2, (-2, -1)), images)
-        return torch.where((turns % 2 == 1)[:, None, None, None], half.rot90(1, (-2, -1)), half), turns
+        # Rotate all and select, rather than index: shapes must not depend on the draws.
+        half = torch.where((targets >= 2)[:, None, None, None], images.rot90(2, (-2, -1)), images)
+        return torch.where((targets % 2 == 1)[:, None, None, None], half.rot90(1, (-2, -1)), half), targets
 
     def probe(self, images: Tensor) -> tuple[Tensor, Tensor]:
         rotated = kernels.take_over("rotate", images)
         if rotated is not None:
             return rotated
         images = _central_square(images)
-        views = torch.stack([images.rot90(turn, (-2, -1)) for turn in range(4)], dim=1).flatten(0, 1)
+        views = torch.stack([images.rot90(k, (-2, -1)) for k in range(4)], dim=1).flatten(0, 1)
         return views, torch.arange(4, device=images.device).repeat(len(images))
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -95,14 +95,14 @@ class Rotation:
 
 
 TASKS: dict[str, Callable[..., Task]] = {"rotation": Rotation}
-"""Name → how to make it; a network's card names its task."""
+"""Name → constructor."""
 
 
 def make(specification: str | Mapping[str, Any]) -> Task:
-    """A task by its name, or by name and arguments, e.g. `{"name": "rotation", "each": "all"}`.
+    """Build a task from its name, or its name and arguments, e.g. `{"name": "rotation", "each": "all"}`.
 
     Raises:
-        ValueError: There is no such task, or it does not take the arguments.
+        ValueError: The name or an argument is unknown.
     """
     arguments = {"name": specification} if isinstance(specification, str) else dict(specification)
     name = arguments.pop("name", None)
@@ -115,7 +115,7 @@ def make(specification: str | Mapping[str, Any]) -> Task:
 
 
 def count_views(task: Task) -> tuple[int, int]:
-    """How many views a task makes of an image to learn from, and how many to observe."""
+    """Return the number of views per image to learn from, and to observe."""
     image = torch.zeros(1, 1, 32, 32, dtype=torch.uint8, device="cpu")
     views, _ = task.views(image, Draws.of(0, torch.zeros(1, dtype=torch.int64, device="cpu")))
     return len(views), len(task.probe(image)[0])
@@ -129,17 +129,17 @@ def _central_square(images: Tensor) -> Tensor:
 
 
 def make_views(images: Tensor, draws: Draws, copies: int, augment: Augment, task: Task) -> tuple[Tensor, Tensor]:
-    """The views that a network learns from, and their targets.
+    """Make the views that a network learns from, and their targets.
 
     Args:
         images: `(N, C, H, W)`.
         draws: Keys `(N,)`.
-        copies: Augmented copies of each image.
+        copies: Augmented copies per image.
         augment: Makes the copies.
-        task: Makes views and targets of each copy.
+        task: Makes the views and targets of each copy.
 
     Returns:
-        Views `(N·copies·V, C, h, w)` and targets `(N·copies·V,)`, those of an image one after another.
+        Views `(N·copies·V, C, h, w)` and targets `(N·copies·V,)`, grouped by image.
     """
     if isinstance(augment, CropFlip) and isinstance(task, Rotation):
         words = purpose_word("crop"), purpose_word("flip"), purpose_word("rotation")

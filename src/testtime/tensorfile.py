@@ -1,7 +1,7 @@
-"""Tensors in one safetensors file, with a description and a checksum of both.
+"""Safetensors files with a description and a checksum of both.
 
-Networks, training checkpoints, states of adapters and stream checkpoints are such files. A flipped bit anywhere is
-noticed when the file is read; files from before there were checksums have none, and are read without.
+Networks, training checkpoints, adapter states and stream checkpoints are stored this way. Any flipped bit is detected
+on reading; files written before checksums were introduced are read without one.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _CHECKSUM = "sha256"
 
 
 def write_tensors(path: PathLike, tensors: Mapping[str, Tensor], key: str, about: Mapping[str, Any]) -> None:
-    """Write tensors and their description to a file, whole or not at all.
+    """Write tensors and their description to a file atomically.
 
     Args:
         path: The file.
-        tensors: By name, on any device; tensors that share memory are written as often as they are named.
-        key: What kind of file it is.
-        about: The description, as JSON can hold it.
+        tensors: By name, on any device; tensors that share memory are written once per name.
+        key: The kind of file.
+        about: The description; must be JSON-serialisable.
 
     Raises:
-        OSError: It cannot be written; the message names the file.
+        OSError: The file cannot be written; the message names it.
     """
     plain = json.loads(json.dumps(about, allow_nan=False))
     # Clones, because safetensors refuses tensors that share memory.
@@ -42,17 +42,17 @@ def write_tensors(path: PathLike, tensors: Mapping[str, Tensor], key: str, about
 
 
 def read_tensors(path: PathLike, key: str) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """The description and the tensors of a file.
+    """Read the description and the tensors of a file.
 
     Args:
         path: The file.
-        key: What kind of file it has to be.
+        key: The expected kind of file.
 
     Returns:
-        The description, None where the file has none at all, and the tensors by name.
+        The description, or None if the file has no metadata, and the tensors by name.
 
     Raises:
-        FileError: The file is missing, of another kind, cut short, or was altered.
+        FileError: The file is missing, of another kind, truncated or corrupted.
     """
     check_file(path)
     try:
@@ -69,7 +69,7 @@ def read_tensors(path: PathLike, key: str) -> tuple[dict[str, Any] | None, dict[
 
 
 def read_description(path: PathLike, key: str) -> dict[str, Any] | None:
-    """The description of a file, None where it has none at all; the tensors are not read.
+    """Read the description of a file without its tensors; None if it has no metadata.
 
     Raises:
         FileError: The file is missing or of another kind.
@@ -100,12 +100,12 @@ def _read_description(path: PathLike, metadata: Mapping[str, str], key: str) -> 
     except ValueError as error:
         raise FileError(path, f"its description is not JSON ({error})") from None
     if not isinstance(about, dict):
-        raise FileError(path, "its description is not a table of names and values")
+        raise FileError(path, "its description is not a JSON object")
     return about
 
 
 def hash_tensors(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """The checksum of a description and of tensors on the CPU: sha256 of names, types, shapes and bytes."""
+    """Return the SHA-256 of a description and of the names, dtypes, shapes and bytes of CPU tensors."""
     digest = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -114,15 +114,15 @@ def hash_tensors(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def pack_text(text: str) -> Tensor:
-    """A text as a tensor of bytes, which a safetensors file can hold."""
+    """Encode text as a tensor of bytes."""
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
 
 def unpack_text(tensor: Tensor) -> str:
-    """The text that `pack_text` packed.
+    """Decode the text that `pack_text` encoded.
 
     Raises:
-        ValueError: The tensor does not hold one.
+        ValueError: The tensor is not one of bytes.
     """
     if tensor.dtype != torch.uint8 or tensor.dim() != 1:
         raise ValueError("not a text")

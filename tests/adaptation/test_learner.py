@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -75,7 +77,7 @@ def test_restore_by_rows_leaves_every_bit_of_the_others(learner: Learner) -> Non
     learn(learner, seed=1)
     disturb(learner)
     with torch.no_grad():
-        learner.replicas.numbers[0, 0] = float("nan")  # a bad row must not spoil the others
+        learner.replicas.packed.numbers[0, 0] = float("nan")  # a bad row must not spoil the others
     disturbed = rows(learner)
     learner.restore(snapshot, torch.tensor([True, False, True, False]))
     after = rows(learner)
@@ -154,5 +156,31 @@ def test_finite_is_asked_of_each_row(learner: Learner, bad: float) -> None:
 
 
 def test_opposite_infinities_are_not_finite(learner: Learner) -> None:
-    learner.replicas.numbers[2, :2] = torch.tensor([float("inf"), float("-inf")])
+    learner.replicas.packed.numbers[2, :2] = torch.tensor([float("inf"), float("-inf")])
     assert learner.is_finite().tolist() == [True, True, False, True]
+
+
+def test_a_learner_that_is_dropped_gives_its_memory_back_at_once() -> None:
+    learner = make_learner(network("resnet26"))
+    learn(learner)
+    numbers = weakref.ref(learner.replicas.packed.numbers)
+    gc.disable()
+    try:
+        del learner
+        assert numbers() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("way", ["restore", "reset"])
+def test_an_interrupt_leaves_batch_norm_in_no_other_mode(way: str) -> None:
+    learner = make_learner(network("resnet26"))
+    images = Draws.of(0, torch.arange(COUNT)).uniform(2, 3, 16, 16)
+    with torch.no_grad():
+        expected, snapshot = learner.objective.observe(images), learner.snapshot()
+        learner.replicas.train_norms(True)  # as where the interrupt came while learning ended
+        if way == "restore":
+            learner.restore(snapshot, learner.everyone)
+        else:
+            learner.reset()
+        assert torch.equal(learner.objective.observe(images).logits, expected.logits)

@@ -124,8 +124,8 @@ def unpack_restored(net: YNet, keys: Draws) -> dict[str, Tensor]:
     from testtime.networks.replicas import Replicas
 
     replicas = Replicas(net, 1, ("encoder", "classifier"))
-    draws = Draws(keys.keys[:1]).purpose("restore").uniform(replicas.numbers.shape[1])
-    return {name: tensor[0] for name, tensor in replicas.unpack(draws < 0.01).items()}
+    draws = Draws(keys.keys[:1]).purpose("restore").uniform(replicas.packed.numbers.shape[1])
+    return {name: tensor[0] for name, tensor in replicas.packed.unpack(draws < 0.01).items()}
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from testtime import Adapter, Episodic, Online, Streams, resnet26
-from testtime.adaptation import learner, recorder
+from testtime.adaptation import recorder
 from testtime.adaptation.learner import Learner
 from testtime.kernels import graphs
 from testtime.networks.ynet import YNet
@@ -31,7 +31,7 @@ def test_a_recording_that_fails_leaves_the_learner_as_it_was(fault: RuntimeError
     before, learner.eager = learner.state(), False
 
     def fail() -> Any:
-        learner.replicas.numbers.add_(1)
+        learner.replicas.packed.numbers.add_(1)
         raise fault
 
     too_small = isinstance(fault, torch.OutOfMemoryError)
@@ -93,7 +93,7 @@ def test_a_recorded_episode_reads_nothing_that_is_gone(name: str, monkeypatch: p
     """A graph goes on reading the memory that the function read, even where that was given away since."""
     for module in (graphs, recorder):
         monkeypatch.setattr(module, "Captured", Remembered)
-    monkeypatch.setattr(learner, "can_record", lambda device: True)
+    monkeypatch.setattr("testtime.adaptation.learner.can_record", lambda device: True)
     adapter = adapters()[name](resnet26(depth=8, size=16, seed=1).eval())
     adapter.predict(Draws.of(0, torch.arange(2)).uniform(3, 16, 16))
     gc.collect()

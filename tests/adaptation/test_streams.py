@@ -277,7 +277,7 @@ def test_states_of_another_count_or_kind_are_refused_and_change_nothing(tmp_path
         (pictures(0), torch.tensor([0, 1, 3]), r"`streams` must be different numbers from 0 to 2, got \[0, 1, 3\]"),
         (pictures(0), torch.tensor([0, -1, 1]), "`streams` must be different numbers"),
         (pictures(0), torch.tensor([0.0, 1.0, 2.0]), "`streams` must be 3 integers, got torch.float32"),
-        (pictures(0) * 255, None, r"must lie in \[0, 1\]"),
+        (pictures(0) * 255, None, r"must be in \[0, 1\]"),
     ],
 )
 def test_wrong_calls_are_refused_and_leave_no_trace(images: Tensor, chosen: Tensor | None, said: str) -> None:

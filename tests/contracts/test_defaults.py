@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import testtime as tt
+from testtime import kernels
 from testtime.kernels.cpu import build
 
 SOURCES = Path(tt.__file__).parent
@@ -58,7 +59,7 @@ DEFAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
-if build.available():  # torch's own sums depend on the threads
+if kernels.enabled() and build.available():  # torch's own sums depend on the threads
     DEFAULTS |= {"2 threads": lambda: threads(2), "3 threads": lambda: threads(3)}
 
 

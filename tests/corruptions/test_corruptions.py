@@ -165,11 +165,11 @@ def test_errors_name_the_argument_and_its_value():
         corrupt(images[0], "fog", 1)
     with pytest.raises(ValueError, match="1 or 3 channels"):
         corrupt(smooth_pictures(1, channels=2), "fog", 1)
-    with pytest.raises(TypeError, match=r"`images` must be uint8, or floating point in 0 to 1, got torch.int64"):
+    with pytest.raises(TypeError, match=r"`images` must be uint8, or floating point in \[0, 1\], got torch.int64"):
         corrupt(images.long(), "fog", 1)
     with pytest.raises(ValueError, match=r'`scale` must be "auto", "cifar" or "imagenet", got \'mnist\''):
         corrupt(images, "fog", 1, scale="mnist")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"`samples` must have one number for each of 2 images, got \(3,\)"):
+    with pytest.raises(ValueError, match=r"`samples` must have one index for each of 2 images, got \(3,\)"):
         corrupt(images, "fog", 1, samples=torch.arange(3))
     with pytest.raises(TypeError, match="`samples` must be integers"):
         corrupt(images, "fog", 1, samples=torch.zeros(2))
@@ -222,7 +222,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 def test_there_is_a_limit_to_the_size_and_not_to_the_batch():
     for shape in ((1, 1, 1, SIDE_LIMIT + 1), (1, 1, SIDE_LIMIT + 1, 1), (1, 1, 8001, 8000)):
-        with pytest.raises(ValueError, match=r"^`images` must have at most 65,500 .* 64,000,000 in all, got shape"):
+        with pytest.raises(ValueError, match=r"^`images` must have at most 65,500 .* 64,000,000 in total, got shape"):
             corrupt(torch.zeros(1, dtype=torch.uint8).expand(shape), "contrast", 1)
     long = torch.zeros(1, dtype=torch.uint8).expand(1, 1, 1, SIDE_LIMIT)
     assert corrupt(long, "jpeg_compression", 1).shape == long.shape

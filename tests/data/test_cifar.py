@@ -357,7 +357,7 @@ def test_damaged_corruption_files(tmp_path: Path) -> None:
     np.save(folder / "labels.npy", labels)
     refuses(r"labels\.npy: has shape \(100,\) instead of \(99\)")
     np.save(folder / "fog.npy", images.astype(np.float32))
-    refuses(r"fog\.npy: has float32 numbers instead of uint8")
+    refuses(r"fog\.npy: has dtype float32 instead of uint8")
     np.save(folder / "fog.npy", images.transpose(0, 3, 1, 2))
     refuses(r"fog\.npy: has shape \(100, 3, 32, 32\) instead of \(N, 32, 32, 3\)")
     np.save(folder / "fog.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)

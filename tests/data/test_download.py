@@ -119,7 +119,7 @@ def test_an_interrupted_transfer_goes_on(server: Server, tmp_path: Path) -> None
 
 def test_giving_up_keeps_the_part_for_the_next_time(server: Server, tmp_path: Path) -> None:
     server.cuts = [100_000, 100_000]
-    with pytest.raises(DataError, match=r"broke off after 200,000 bytes .*run again to go on"):
+    with pytest.raises(DataError, match=r"interrupted after 200,000 bytes .*run again to resume"):
         fetch(url(server), tmp_path / "file", SIZE, MD5, attempts=2)
     assert not (tmp_path / "file").exists()
     assert (tmp_path / "file.part").stat().st_size == 200_000
@@ -239,7 +239,7 @@ def test_servers_that_do_not_say_how_long_a_file_is(server: Server, tmp_path: Pa
     server.lengths = False
     assert fetch(url(server), tmp_path / "file", SIZE, MD5).read_bytes() == CONTENT
     server.cuts = [50_000, 50_000, 50_000]
-    with pytest.raises(DataError, match="broke off after 150,000 bytes"):
+    with pytest.raises(DataError, match="interrupted after 150,000 bytes"):
         fetch(url(server), tmp_path / "short", SIZE, MD5)
     assert not (tmp_path / "short").exists()
 

@@ -109,9 +109,9 @@ def test_expand() -> None:
     assert expand("cifar10-c/fog") == tuple(f"cifar10-c/fog/{level}" for level in range(1, 6))
     assert expand("cifar10.1") == ("cifar10.1",)
     assert expand("cifar10-c/saturate/5") == ("cifar10-c/saturate/5",)
-    with pytest.raises(ValueError, match="fits no data set"):
+    with pytest.raises(ValueError, match="matches no data set"):
         expand("cifar10-c/*/6")
-    with pytest.raises(ValueError, match="fits no data set"):
+    with pytest.raises(ValueError, match="matches no data set"):
         expand("mnist")
     assert len(set(names())) == len(names())
 

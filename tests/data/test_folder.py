@@ -89,7 +89,7 @@ def test_classes_in_the_networks_order(pets: Path) -> None:
     test_set = folder.load(pets, size=16, classes=["dog", "emu", "cat"])
     assert test_set.labels is not None
     assert test_set.labels.tolist() == [0, 0, 2, 2]
-    with pytest.raises(DataError, match=r"cat: not one of the classes asked for \("):
+    with pytest.raises(DataError, match=r"cat: not one of the classes requested \("):
         folder.load(pets, classes=["dog"])
 
 

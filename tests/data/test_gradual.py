@@ -1,4 +1,4 @@
-"""Sets that are corrupted as they are read: the same images in any order, growing noise along the stream."""
+"""Sets that are corrupted as they are read: the same images in any order, increasing noise along the stream."""
 
 from __future__ import annotations
 

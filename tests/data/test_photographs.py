@@ -199,7 +199,7 @@ def test_crops_may_be_kept_large(root: Path) -> None:
     assert net.card.augment == {"name": "resized-crop-flip", "size": 28, "scale": [0.35, 1.0]}
     assert augment.make(net.card.augment) == ResizedCropFlip(28, scale=(0.35, 1.0))
     for wrong in ({"area": 0.0}, {"area": 1.5}, {"area": 0.5, "network": "resnet26"}):
-        with pytest.raises(ValueError, match="`area` must lie in"):
+        with pytest.raises(ValueError, match="`area` must be in"):
             prepare("imagenet", root=root, size=28, **wrong)  # type: ignore[arg-type]
 
 

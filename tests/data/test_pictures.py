@@ -60,7 +60,7 @@ def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
 
 
 def test_thirty_two_bits_have_no_known_range(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="beyond 16 bits"):
+    with pytest.raises(DataError, match="more than 16 bits"):
         read_picture(save(tmp_path / "a.tif", np.array([[0, 255, 65535]], dtype=np.int32)))
 
 

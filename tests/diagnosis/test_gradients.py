@@ -300,7 +300,7 @@ def test_the_network_is_left_as_it_was() -> None:
         ({"limit": 0}, "`limit` must be at least 1, got 0"),
         ({"batch": 0}, "`batch` must be at least 1, got 0"),
         ({"single": -1}, "`single` must be at least 0, got -1"),
-        ({"confident": 1.5}, r"`confident` must lie in \[0, 1\], got 1.5"),
+        ({"confident": 1.5}, r"`confident` must be in \[0, 1\], got 1.5"),
         ({"precision": "bf16"}, "`precision` must be"),
     ],
 )
@@ -313,7 +313,7 @@ def test_sets_that_do_not_fit_are_refused() -> None:
     net = tt.load("digits-resnet8-gn-joint")
     with pytest.raises(ValueError, match="has 3 channels, the network takes 1"):
         gradient_correlation(net, None, TensorSet("colour", pictures(2)))
-    with pytest.raises(ValueError, match="has label 11, the network 10 classes"):
+    with pytest.raises(ValueError, match="has label 11, the network has 10 classes"):
         gradient_correlation(net, None, TensorSet("more", pictures(1, 1), torch.tensor([11])))
     with pytest.raises(ValueError, match="has no images"):
         gradient_correlation(net, None, TensorSet("none", pictures(1, 1)[:0]))
@@ -367,9 +367,9 @@ def test_a_study_of_something_else_is_not_mixed_in(tmp_path: Path) -> None:
     net, out = tt.load("digits-resnet8-gn-joint"), tmp_path / "study.json"
     run_study(net, ["digits"], out, **SMALL)  # type: ignore[arg-type]
     before = out.read_text()
-    with pytest.raises(StudyError, match=r"another study .*limit: 40 there, 20 now"):
+    with pytest.raises(StudyError, match=r"another configuration .*limit: 40 there, 20 now"):
         run_study(net, ["digits"], out, **(SMALL | {"limit": 20}))  # type: ignore[arg-type]
-    with pytest.raises(StudyError, match=r"another study .*network"):
+    with pytest.raises(StudyError, match=r"another configuration .*network"):
         run_study(tt.resnet26(depth=8, channels=1, size=16, seed=1), ["digits"], out, **SMALL)  # type: ignore[arg-type]
     assert out.read_text() == before
 
@@ -457,7 +457,7 @@ def test_sets_are_named_by_patterns_and_folders_by_themselves(tmp_path: Path) ->
     assert named[:2] == ["digits-c/fog/5", str(tmp_path)]
     assert len(named) == 17
     assert named[-1] == "digits"
-    with pytest.raises(ValueError, match="fits no data set"):
+    with pytest.raises(ValueError, match="matches no data set"):
         name_sets([str(tmp_path / "missing")])
 
 

@@ -177,5 +177,5 @@ def test_bad_models_are_refused() -> None:
     with pytest.raises(ValueError, match="`label` must be 1 or -1, got 0"):
         Logistic(torch.ones(2), 0)
     still = TwoLayerLinear(torch.eye(2), torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
-    with pytest.raises(ValueError, match="does not move the main prediction"):
+    with pytest.raises(ValueError, match="does not change the main prediction"):
         still.best_rate(torch.ones(2), 3.0, 3.0)

@@ -110,9 +110,16 @@ def test_commands_can_be_run() -> None:
         command.make_context(name, arguments)  # parses, and runs nothing
 
 
-@pytest.mark.parametrize("code", CODE)
+@pytest.mark.parametrize("code", CODE[1:])
 def test_the_readmes_code_runs(code: str) -> None:
     exec(compile(code, "README.md", "exec"), {})
+
+
+def test_the_readmes_first_code_shows_that_learning_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(CODE[0], "README.md", "exec"), {})
+    (fixed, before), (online, after) = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert (fixed, online) == ("Fixed", "Online")
+    assert float(after.rstrip("%")) < float(before.rstrip("%")) - 10
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def summary(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def test_a_summarys_tables_are_those_of_the_folders(summary: Path, tmp_path: Path) -> None:
     publish([summary], tmp_path, formats=("md", "latex", "csv", "json"), paper=True)
-    note = "From a summary of runs: what needs every record, such as sliding windows, is left out."
+    note = "From a summary of runs: whatever needs all records, e.g. sliding windows, is omitted."
     for name in ("tables.tex", "tables.csv", "summary.json"):
         assert (tmp_path / name).read_text() == (summary.parent / name).read_text()
     assert (tmp_path / "tables.md").read_text() == (summary.parent / "tables.md").read_text() + f"- {note}\n"
@@ -78,8 +78,8 @@ def test_figures_that_need_the_order_are_left_out_and_others_stay(folders: list[
 def test_the_page_of_a_summary_says_what_is_missing(summary: Path, tmp_path: Path) -> None:
     publish([summary], tmp_path, formats=("html",), root=tmp_path)
     page = (tmp_path / "index.html").read_text()
-    assert "Sample pictures are left out: a summary holds no records." in page
-    assert "what needs every record, such as sliding windows, is left out" in page
+    assert "Sample images are omitted: a summary contains no records." in page
+    assert "whatever needs all records, e.g. sliding windows, is omitted" in page
     assert "testtime eval digits-c/*/5 --out runs/made" in page
 
 
@@ -96,7 +96,7 @@ def test_units_say_what_they_counted(summary: Path, folders: list[Path]) -> None
     assert unit["seconds"] == 2.0
     assert held["runs"][0]["about"]["hardware"]["processor"] == "Some CPU <fast>"
     assert "files" not in held["runs"][0]["about"]
-    with pytest.raises(RunError, match="a summary holds no records"):
+    with pytest.raises(RunError, match="a summary contains no records"):
         open_runs(summary)[0].units[0].columns()
 
 
@@ -115,7 +115,7 @@ def test_the_same_measurement_does_not_count_twice(summary: Path, folders: list[
     both = collect([*open_runs(folders[0]), *open_runs(summary)])
     assert both.tables == collect(open_runs(summary)).tables
     count = len(open_run(folders[0]).units)
-    assert f"{count} units of main stood in main already, of the same network and seed: counted once." in both.notes
+    assert f"{count} units of main with the same network and seed as in main: counted once." in both.notes
 
 
 def test_another_run_of_the_same_network_is_no_repetition(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_another_run_of_the_same_network_is_no_repetition(tmp_path: Path) -> Non
     cell = collect([first, again, other, later]).tables[0].rows["fixed"]["digits"]
     assert (cell.repetitions, cell.error) == (3, pytest.approx(40))
     assert collect([first, again]).notes == (
-        "1 unit of once again stood in first already, of the same network and seed: counted once.",
+        "1 unit of once again with the same network and seed as in first: counted once.",
     )
 
 

@@ -78,15 +78,12 @@ EXTRAS = {
     "sanitizers": Extra(("tests/extras/test_sanitizers.py",)),
     "emulated CUDA": Extra(("tests/extras/test_emulated_kernels.py",)),
     "interpreted Triton": Extra(
-        (
-            "-n",
-            "2",
-            *(f"tests/kernels/{path.name}" for path in sorted((ROOT / "tests/kernels").glob("test_cuda_*.py"))),
-        ),
-        packages=("triton",),
+        ("-n", "2", *TRITON_TESTS),
+        packages=("triton==3.9.0",),
         apart=True,
         environment={"TRITON_INTERPRET": "1"},
     ),
+    "LaTeX": Extra(("tests/extras/test_latex.py",), program="pdflatex", debian="texlive-latex-recommended"),
     "ray": Extra(("tests/extras/test_ray.py",), packages=("ray",), environment={"RAY_USAGE_STATS_ENABLED": "0"}),
     "browser": Extra(
         ("tests/extras/test_browser.py",), packages=("playwright",), program="chromium", debian="chromium"

@@ -16,6 +16,10 @@ sync_api = pytest.importorskip("playwright.sync_api")
 
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 FLAGS += ("--disable-component-update", "--disable-sync")
+WIDE = """[...document.querySelectorAll("main > *, main section > *")]
+    .filter(part => part.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
+    .map(part => part.outerHTML.slice(0, 80))"""
+VALUES = "table => [...table.tBodies[0].rows].map(row => Number(row.cells[2].dataset.value))"
 HOSTILE = "<img src=x onerror=document.title='owned'>\"'</script><b>"
 
 
@@ -93,7 +97,23 @@ def test_a_page_is_whole(name: str, width: int, scheme: Any, browser: Any, pages
     assert page.title() == title
     assert all(url.startswith(("file://", "data:")) for url in asked), asked
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    wide = page.evaluate(WIDE)
+    assert wide == []
     assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
     colours = page.evaluate("(({color, backgroundColor}) => [color, backgroundColor])(getComputedStyle(document.body))")
     assert colours[0] != colours[1]
+    page.close()
+
+
+def test_a_column_is_sorted_by_a_click(browser: Any, pages: Callable[[str], Path]) -> None:
+    page = browser.new_page()
+    page.goto(pages("report").as_uri())
+    table = page.locator("table.sortable").first
+    head = table.locator("thead th").nth(2)
+    before = table.evaluate(VALUES)
+    head.locator("*").first.click()
+    assert head.get_attribute("aria-sort") == "ascending"
+    assert table.evaluate(VALUES) == sorted(before)
+    head.locator("*").first.click()
+    assert table.evaluate(VALUES) == sorted(before, reverse=True)
     page.close()

@@ -142,9 +142,9 @@ def test_a_replayed_graph_is_the_eager_step(name: str, norm: str, monkeypatch: p
         compare(call, expected, tolerance)
 
 
-@pytest.mark.parametrize("norm", ["group", "batch"])
-@pytest.mark.parametrize("name", ["episodic, momentum", "online, gated", "streams"])
-def test_kernels_change_no_answer(name: str, norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("norm", "tolerance"), [("group", 1e-3), ("batch", 1e-2)])
+@pytest.mark.parametrize("name", ["episodic, momentum", "online, gated", "streams", "streams, bf16"])
+def test_kernels_change_no_answer(name: str, norm: str, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the plain bodies of everything that is taken over."""
     net = network(norm, depth=8).cuda()
     calls = []
@@ -153,7 +153,7 @@ def test_kernels_change_no_answer(name: str, norm: str, monkeypatch: pytest.Monk
         adapter = adapters()[name](net)
         calls.append([adapter.predict(pictures(4, seed=seed).cuda()) for seed in range(3)])
     for one, other in zip(*calls, strict=True):
-        compare(one, other, 1e-3)
+        compare(one, other, 0.2 if "bf16" in name else tolerance)
 
 
 def bytes_(count: int, seed: int = 0) -> Tensor:
@@ -229,9 +229,9 @@ def test_collected_gradients_are_those_of_autograd(norm: str, count: int, precis
         def loss() -> Tensor:
             return replicas.self_supervise(views).float().square().sum()
 
-        found = [replicas.gradient(loss)[1] for _ in range(2)]
-        replicas._buffer = None
-        expected = replicas.gradient(loss)[1]
+        found = [replicas.packed.gradient(loss)[1] for _ in range(2)]
+        replicas.packed._buffer = None
+        expected = replicas.packed.gradient(loss)[1]
     assert torch.equal(*found)
     assert relative(found[0], expected) < 1e-5
     learning = sum(tensor[0].numel() for tensor in replicas.parameters(("encoder", "ssl")).values())
@@ -258,7 +258,7 @@ def test_a_stream_that_is_dropped_gives_its_memory_back_at_once() -> None:
     adapter = Online(network(depth=8).cuda(), copies=4)
     adapter.predict(bytes_(2))
     assert isinstance(adapter._learned, Learner)
-    numbers = weakref.ref(adapter._learned.replicas.numbers)
+    numbers = weakref.ref(adapter._learned.replicas.packed.numbers)
     gc.disable()
     try:
         del adapter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +20,13 @@ KERNELS = PACKAGE / "kernels"
 ROWS = [(*key, kernel) for key, rows in kernels.TABLE.items() for kernel in rows]
 MAY_ASK = {
     "cli/console.py": {"cuda"},  # chooses a device
-    "cli/predict.py": {"cuda"},  # chooses how many pictures to read at once
-    "diagnosis/gradients.py": {"is_cpu"},  # chooses between threads and larger chunks
     "precision.py": {"cuda"},  # sets what torch computes with
     "provenance.py": {"cuda"},  # names the device
     "training/processes.py": {"cuda"},  # gives each process a device
 }
 
 
+@functools.cache
 def modules(folder: Path) -> dict[str, ast.Module]:
     """The syntax trees of the package's modules below a folder, by their paths in the package."""
     return {

@@ -135,7 +135,7 @@ def test_describe_changes_the_card_but_not_the_arithmetic() -> None:
     net = resnet26(depth=8).describe(classes=tuple("0123456789"), record={"epochs": 3})
     assert net.card.classes == tuple("0123456789")
     assert net.card.record == {"epochs": 3}
-    with pytest.raises(ValueError, match="`mean` is fixed when a network is made"):
+    with pytest.raises(ValueError, match="`mean` is fixed when a network is built"):
         net.describe(mean=(0.0, 0.0, 0.0))
 
 
@@ -250,7 +250,7 @@ def test_a_normalisation_that_cannot_be_is_refused() -> None:
 
 
 def test_a_layer_on_one_side_of_a_shortcut_is_no_cut_and_the_cuts_are_named() -> None:
-    with pytest.raises(ValueError, match=r"cannot be split behind 'left'. It can be split at: stem, norm, top"):
+    with pytest.raises(ValueError, match=r"cannot be split after 'left'. It can be split at: stem, norm, top"):
         split(Residual(), "left")
     with pytest.raises(ValueError, match=r"has no layer 'layer9'. It can be split at: stem, norm, top"):
         split(Residual(), "layer9")
@@ -293,8 +293,8 @@ class Headless(nn.Module):
     [
         (Moody, "computes differently in training mode"),
         (Branching, "torch.fx cannot trace this model .* Build YNet"),
-        (Headless, "no linear layer behind 'features'"),
-        (lambda: nn.Linear(3, 10), "no layer to split at"),
+        (Headless, "no linear layer after 'features'"),
+        (lambda: nn.Linear(3, 10), "cannot be split"),
     ],
 )
 @pytest.mark.parametrize("training", [True, False])

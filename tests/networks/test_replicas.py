@@ -309,7 +309,7 @@ def test_read_and_write_are_exact_and_touch_one_replica(name: str) -> None:
     replicas.write(2, before[0])
     after = [replicas.read(index) for index in range(4)]
     assert all(equal(after[index], before[source]) for index, source in enumerate((0, 1, 0, 3)))
-    replicas.numbers.add_(1)
+    replicas.packed.numbers.add_(1)
     assert equal(after[1], before[1])  # what was read is a copy
 
 
@@ -326,9 +326,9 @@ def test_every_replica_starts_as_the_network(name: str) -> None:
 def test_packed_tensors_are_those_that_were_packed(name: str) -> None:
     replicas, _ = different_replicas(net_of(name), 2, size_of(name))
     parameters = replicas.parameters(PARTS)
-    assert equal(replicas.unpack(replicas.pack(parameters)), parameters)
-    assert torch.equal(replicas.pack(parameters), replicas.numbers)
-    replicas.numbers.fill_(3)
+    assert equal(replicas.packed.unpack(replicas.packed.pack(parameters)), parameters)
+    assert torch.equal(replicas.packed.pack(parameters), replicas.packed.numbers)
+    replicas.packed.numbers.fill_(3)
     assert all(bool((tensor == 3).all()) for tensor in parameters.values())  # they are views of it
 
 

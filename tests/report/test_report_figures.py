@@ -94,7 +94,7 @@ def test_a_summary_of_a_shuffled_run_knows_the_order_of_its_streams(tmp_path: Pa
         wanted = order if shuffle else np.sort(order)
         assert found["online"].tolist() == right[wanted].tolist()
         assert found["fixed"].tolist() == (~right[wanted]).tolist()
-        assert kept.notes == ("From a summary of runs: what needs every record is left out.",)
+        assert kept.notes == ("From a summary of runs: whatever needs all records is omitted.",)
 
 
 def test_every_figure_is_there_valid_and_the_same_each_time(results: Results) -> None:

@@ -40,7 +40,7 @@ def test_pictures_of_another_set_are_not_shown(tmp_path: Path) -> None:
     results = collect([make_run(tmp_path / "run", units, plan)])
     samples, note = pick_samples(results, results.tables[0])
     assert samples == []
-    assert "not the set that was measured" in note
+    assert "not the set used in the run" in note
 
 
 def test_small_pictures_become_larger_squares() -> None:
@@ -65,6 +65,6 @@ def test_pictures_come_from_sets_that_were_given(tmp_path: Path) -> None:
     assert samples[0].picture == make_png(mine.images([3])[0])
     other = data.TensorSet("mine", images.images(slice(1, 7)), images.labels[1:7], images.classes)
     assert (
-        "is not the set that was measured"
+        "is not the set used in the run"
         in pick_samples(results, results.tables[0], SetLookup(sets={"my/own": other}))[1]
     )

@@ -124,7 +124,7 @@ def test_the_line_and_its_band_by_hand() -> None:
 def test_lines_need_points() -> None:
     with pytest.raises(ValueError, match="at least 3 points"):
         fit_line(np.zeros(2), np.zeros(2))
-    with pytest.raises(ValueError, match="different places"):
+    with pytest.raises(ValueError, match="not all at the same"):
         fit_line(np.ones(5), np.arange(5.0))
-    with pytest.raises(ValueError, match="one length"):
+    with pytest.raises(ValueError, match="the same length"):
         fit_line(np.arange(4.0), np.arange(5.0))

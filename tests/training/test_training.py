@@ -280,7 +280,7 @@ def test_a_bad_recipe_is_refused_by_name(field: str, value: Any) -> None:
         (torch.zeros(4, 1, 8, 8), None, "must have labels"),
         (torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 2, 3]), "0..2, got 0 to 3"),
         (torch.zeros(4, 2, 8, 8), torch.zeros(4).long(), "have 2 channels, the network takes 1"),
-        (torch.zeros(4, 1, 9, 30), torch.zeros(4).long(), "does not take images"),
+        (torch.zeros(4, 1, 9, 30), torch.zeros(4).long(), "does not accept images"),
     ],
 )
 def test_data_that_does_not_fit_is_refused(images: Tensor, labels: Tensor | None, message: str) -> None:
@@ -477,7 +477,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(tmp_path:
         if done == 4:  # in the second epoch; the tensor is the one that training reads
             broken[:] = float("nan")
 
-    with pytest.raises(TrainingError, match="epoch 2 the loss is no longer finite; the state after epoch 1 is kept"):
+    with pytest.raises(TrainingError, match="epoch 2 the loss is no longer finite; the state after epoch 1 is in"):
         train(small_net(), broken, labels, SHORT, folder=tmp_path, progress=spoil)
     assert_same(load_file(tmp_path / "checkpoint.safetensors"), good)
     assert not (tmp_path / "network.safetensors").exists()
@@ -559,9 +559,9 @@ def test_images_that_the_network_would_misread_are_refused() -> None:
     colour = resnet26(CLASSES, depth=8, size=8)  # gray would be repeated over its three channels
     with pytest.raises(ValueError, match="`images` have 1 channels, the network takes 3"):
         train(colour, images, labels, SHORT)
-    with pytest.raises(ValueError, match=r"Float `images` must lie in \[0, 1\], got 0 to 249"):
+    with pytest.raises(ValueError, match=r"Float `images` must be in \[0, 1\], got 0 to 249"):
         train(small_net(), images.float(), labels, SHORT)
-    with pytest.raises(ValueError, match=r"Float `target` must lie in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"Float `target` must be in \[0, 1\]"):
         train(small_net(), images, labels, replace(SHORT, method="uda"), target=images.float())
     plain = small_net()
     bare = YNet(plain.encoder, plain.classifier, plain.ssl)  # it normalises nothing, so its images may be normalised
@@ -614,9 +614,9 @@ def test_prepare_starts_from_a_network_of_the_same_architecture(tmp_path: Path) 
     assert_same(weights(again.net), weights(first.net))
     assert_same(weights(again.build(5)), weights(first.net))
     assert again.net is not again.build(4)
-    with pytest.raises(ValueError, match=r"another network than asked for.*depth: 8 there, 14 now"):
+    with pytest.raises(ValueError, match=r"not the requested architecture.*depth: 8 there, 14 now"):
         training.prepare("digits", limit=50, depth=14, start=tmp_path / "network.safetensors")
-    with pytest.raises(ValueError, match=r"another network than asked for.*channels: 3 there, 1 now"):
+    with pytest.raises(ValueError, match=r"not the requested architecture.*channels: 3 there, 1 now"):
         training.prepare("digits", limit=50, start="cifar10-resnet26-gn-joint")
     with pytest.raises(CheckpointError, match="nowhere"):
         training.prepare("digits", limit=50, start="nowhere")
@@ -646,7 +646,7 @@ def test_prepare_reads_folders(tmp_path: Path) -> None:
     [
         ({"data": "nothing"}, "`data`"),
         ({"data": "digits", "network": "vgg"}, "`network`"),
-        ({"data": "digits", "network": "resnet18"}, "colour"),
+        ({"data": "digits", "network": "resnet18"}, "channels"),
         ({"data": "digits", "network": "resnet18", "depth": 8}, "`depth`"),
         ({"data": "digits", "depth": 9}, "`depth`"),
         ({"data": "digits", "limit": 0}, "`limit`"),

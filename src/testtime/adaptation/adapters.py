@@ -32,18 +32,20 @@ from testtime import kernels, tasks
 from testtime.adaptation.batching import choose_fastest, find_most, run_fitting
 from testtime.adaptation.guard import gate
 from testtime.adaptation.inputs import check_images, check_samples
-from testtime.adaptation.learner import Learner, load_learner, read_counts, save_learner
+from testtime.adaptation.learner import Learner
 from testtime.adaptation.methods import METHODS, Method, Mode, find_method
 from testtime.adaptation.optimizers import is_rowwise
 from testtime.adaptation.prediction import Prediction
 from testtime.adaptation.recorder import run, run_each
 from testtime.adaptation.replica_store import ReplicaStore
 from testtime.adaptation.source import Source
+from testtime.adaptation.state import check_state, load_learner, save_learner
+from testtime.checks import check_format
 from testtime.networks.ynet import YNet
 from testtime.precision import Precision, arithmetic
 from testtime.storage import FileError
 from testtime.tasks import Task
-from testtime.tensorfile import pack_text, read_tensors, unpack_text, write_tensors
+from testtime.tensorfile import pack_text, read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +160,7 @@ class Adapter(nn.Module):
         Raises:
             ValueError: The state belongs to another network, adapter or settings; nothing was changed.
         """
-        counts = self._check_state(state_dict)
+        counts = check_state(state_dict, self._identify())
         with self._lock, torch.inference_mode(False), self._all_or_nothing():
             self._learned = load_learner(state_dict, self._networks[0], self._make_learner)
             self.seen = counts[0]
@@ -175,8 +177,8 @@ class Adapter(nn.Module):
             FileError: The file cannot be read or belongs elsewhere; nothing was changed.
         """
         about, state = read_tensors(path, _KEY)
-        if about is not None and about.get("format") != _FORMAT:
-            raise FileError(path, f"a state of format {about.get('format')!r}, not {_FORMAT}", "update testtime")
+        if about is not None:
+            check_format(path, about.get("format"), _FORMAT)
         try:
             self.load_state_dict(state)
         except ValueError as error:
@@ -192,22 +194,6 @@ class Adapter(nn.Module):
         """What a state must have in common with the adapter that loads it."""
         settings = json.dumps(self.describe(), sort_keys=True)
         return {"adapter": type(self).__name__, "settings": settings, "network": self._networks[0].fingerprint()}
-
-    def _check_state(self, state: Mapping[str, Any]) -> tuple[int, ...]:
-        """The counts of a state; raises ValueError where it belongs elsewhere or is damaged."""
-        for key, here in self._identify().items():
-            if key not in state:
-                raise ValueError(f"not an adapter's state: {key!r} is missing.")
-            there = unpack_text(state[key])
-            if there != here:
-                raise ValueError(f"the state was saved with another {key}: {there}, here {here}.")
-        counts = tuple(read_counts(state, "counts", 3))
-        if counts[1] + counts[2] > counts[0]:
-            raise ValueError(f"not an adapter's state: it counts more images learned from than seen, {list(counts)}.")
-        for name, tensor in state.items():
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                raise ValueError(f"tensor {name!r} has values that are not finite.")
-        return counts
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

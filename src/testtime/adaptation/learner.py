@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load, save
@@ -18,8 +19,6 @@ from testtime.networks.replicas import Part, Replicas, put_rows
 from testtime.networks.ynet import YNet
 from testtime.precision import check_precision
 from testtime.randomness import Draws
-
-_LARGEST = 1 << 24  # numbers in an image that a saved state may claim to be for
 
 _MOVING: dict[Update, tuple[Part, ...]] = {
     "norm": ("encoder", "classifier"),
@@ -69,6 +68,9 @@ class Learner:
         for parameter in self.moving.values():
             parameter.requires_grad_(True)
         self._side = Concurrent(device)
+        # No method of its own, which the objective would hold: a learner that is dropped gives its memory back at once.
+        self.later = functools.partial(_start, self.replicas, self._side)
+        """Starts a function that reads the replicas, concurrently where the device can; they wait for it to move."""
         self.objective = method.objective(self.replicas, settings, self.later)
         self.pieces = [*self.replicas.pieces, *self.objective.state.values()]
         self.origin = [piece.clone() for piece in self.pieces]
@@ -83,18 +85,12 @@ class Learner:
         self.eager = not (self.flat and can_record(device))
         """Whether episodes are run as they are rather than replayed."""
 
-    def later(self, function: Callable[..., Any], *arguments: Any) -> Later[Any]:
-        """Start a function that reads the replicas, concurrently where the device can; they wait for it to move."""
-        if self.replicas.has_statistics:  # those change in every forward pass
-            return Later(function(*arguments))
-        return self._side.later(function, *arguments)
-
     def descend(self, loss: Callable[[], Tensor]) -> None:
         """One step of the optimizer down a loss of the replicas, as a function that computes it."""
 
         def evaluate() -> Tensor:
             if self.flat:
-                value, self.replicas.numbers.grad = self.replicas.gradient(loss)
+                value, self.replicas.packed.numbers.grad = self.replicas.packed.gradient(loss)
             else:
                 total = loss()
                 gradients = torch.autograd.grad(total, list(self.moving.values()), allow_unused=True)
@@ -119,6 +115,7 @@ class Learner:
         Their optimizer forgets as well. Only an optimizer that keeps rows apart can forget some of them.
         """
         self._side.wait()
+        self.replicas.use_statistics(self.settings.statistics)  # an interrupt may have left BatchNorm learning
         for piece, origin in zip(self.pieces, self.origin, strict=True):
             if rows is None:
                 piece.copy_(origin)
@@ -147,6 +144,7 @@ class Learner:
         The snapshot may be another learner's, of as many replicas.
         """
         self._side.wait()
+        self.replicas.use_statistics(self.settings.statistics)  # an interrupt may have left BatchNorm learning
         for piece, old in zip(self.pieces, snapshot.pieces, strict=True):
             put_rows(piece, old, rows)
         if not self.rowwise:
@@ -169,15 +167,15 @@ class Learner:
         Raises:
             ValueError: The optimizer remembers things that are no tensors.
         """
-        state = self._named()
+        state, packed = self._named(), self.replicas.packed
         for target, parameter in self._targets().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if value is None:
                     continue
                 if not isinstance(value, Tensor):
                     raise ValueError(f"The optimizer's {key!r} is not a tensor, so this state cannot be saved.")
-                if value.shape == self.replicas.numbers.shape and target == "numbers":
-                    state |= {f"optimizer/{key}/{part}": view for part, view in self.replicas.unpack(value).items()}
+                if value.shape == packed.numbers.shape and target == "numbers":
+                    state |= {f"optimizer/{key}/{part}": view for part, view in packed.unpack(value).items()}
                 else:
                     # A count of steps is of torch's default dtype, which the state must not depend on.
                     state[f"optimizer/{key}/{target}"] = value if value.dim() else value.float()
@@ -195,12 +193,15 @@ class Learner:
             if name not in state or state[name].shape != tensor.shape or state[name].dtype != tensor.dtype:
                 raise ValueError(f"The state does not fit: tensor {name!r} is missing, or has another shape or type.")
         memory = self._read_memory({name: state[name] for name in state.keys() - own.keys()})
-        optimizer, device = self._make_optimizer(), self.replicas.numbers.device
+        packed = self.replicas.packed
+        optimizer, device = self._make_optimizer(), packed.numbers.device
         for key, tensors in memory.items():
             if self.flat and tensors.keys() == self.moving.keys():
-                tensors = {"numbers": self.replicas.pack({name: tensor.to(device) for name, tensor in tensors.items()})}
+                tensors = {
+                    "numbers": self.replicas.packed.pack({name: tensor.to(device) for name, tensor in tensors.items()})
+                }
             for target, tensor in tensors.items():
-                # torch keeps an optimizer's step counts on the CPU, everything else beside the parameter
+                # torch keeps an optimizer's step counts on the CPU, everything else with the parameter
                 optimizer.state[targets[target]][key] = tensor.to(device) if tensor.dim() else tensor
         self._side.wait()
         for name, tensor in own.items():
@@ -232,7 +233,7 @@ class Learner:
 
     def _targets(self) -> dict[str, Tensor]:
         """What the optimizer moves, by name."""
-        return {"numbers": self.replicas.numbers} if self.flat else self.moving
+        return {"numbers": self.replicas.packed.numbers} if self.flat else self.moving
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         optimizer = self.settings.optimizer(list(self._targets().values()), lr=self.settings.lr)
@@ -260,6 +261,12 @@ def _remake(net: YNet, count: int, method: Method, settings: Settings, shape: tu
     return learner
 
 
+def _start(replicas: Replicas, side: Concurrent, function: Callable[..., Any], *arguments: Any) -> Later[Any]:
+    if replicas.has_statistics:  # those change in every forward pass
+        return Later(function(*arguments))
+    return side.later(function, *arguments)
+
+
 def _mask(rows: Tensor, tensor: Tensor) -> Tensor:
     """Which numbers of a stacked tensor are in the given rows; a single number, which all rows share, if all are."""
     return rows.view(-1, *[1] * (tensor.dim() - 1)) if tensor.dim() else rows.all().to(tensor.device)
@@ -267,68 +274,3 @@ def _mask(rows: Tensor, tensor: Tensor) -> Tensor:
 
 def _tracks_statistics(module: nn.Module) -> bool:
     return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Learners in the state of an adapter
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Stateful(Protocol):
-    """What an adapter holds between images: a learner, or a store of many replicas."""
-
-    shape: tuple[int, ...]
-
-    def state(self) -> dict[str, Tensor]: ...
-
-    def load(self, state: Mapping[str, Tensor]) -> None: ...
-
-
-Held = TypeVar("Held", bound=Stateful)
-
-
-def save_learner(learner: Stateful | None) -> dict[str, Tensor]:
-    """A learner for an adapter's state, as `load_learner` reads it."""
-    if learner is None:
-        return {}
-    state = learner.state() | {"shape": torch.tensor(learner.shape, dtype=torch.int64, device="cpu")}
-    return {f"learner/{name}": tensor for name, tensor in state.items()}
-
-
-def load_learner(state: Mapping[str, Tensor], net: YNet, make: Callable[[tuple[int, ...]], Held]) -> Held | None:
-    """The learner in an adapter's saved state (its names begin with `learner/`), or None if it had not begun.
-
-    Args:
-        state: The adapter's state.
-        net: The network it starts from.
-        make: Makes a learner for images of a shape (C, H, W).
-
-    Raises:
-        ValueError: The state does not fit.
-    """
-    learned = {name.removeprefix("learner/"): tensor for name, tensor in state.items() if name.startswith("learner/")}
-    if not learned:
-        return None
-    shape = learned.pop("shape", None)
-    if shape is None or shape.dtype != torch.int64 or shape.shape != (3,):
-        raise ValueError("The state does not fit: the shape of its images is missing.")
-    channels, height, width = shape.tolist()
-    sound = min(channels, height, width) >= 1 and channels * height * width <= _LARGEST
-    if not sound or channels != (net.channels or channels):
-        raise ValueError(f"The state does not fit: it is for images {(channels, height, width)}.")
-    with torch.inference_mode(False):
-        learner = make((channels, height, width))
-        learner.load(learned)
-    return learner
-
-
-def read_counts(state: Mapping[str, Tensor], name: str, number: int) -> list[int]:
-    """So many counts from a saved state, by their name.
-
-    Raises:
-        ValueError: They are missing or something else.
-    """
-    counts = state.get(name)
-    if counts is None or counts.dtype != torch.int64 or counts.shape != (number,) or (counts < 0).any():
-        raise ValueError(f"not an adapter's state: its {name!r} are not {number} integers from 0 on.")
-    return counts.tolist()

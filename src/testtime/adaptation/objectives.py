@@ -124,7 +124,7 @@ class Teacher(Objective):
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:
         super().__init__(replicas, settings, later)
         self.teacher, self.source = replicas.twin(), replicas.twin()
-        self.state = {"teacher": self.teacher.numbers}
+        self.state = {"teacher": self.teacher.packed.numbers}
 
     def loss(self, images: Tensor, draws: Draws) -> Tensor:
         with torch.no_grad():
@@ -137,10 +137,10 @@ class Teacher(Objective):
         return Observation(logits, loss, logits.softmax(-1).amax(-1))
 
     def update(self, draws: Draws) -> None:
-        student = self.replicas.numbers
-        self.teacher.numbers.lerp_(student, 1 - self.momentum)
+        student = self.replicas.packed.numbers
+        self.teacher.packed.numbers.lerp_(student, 1 - self.momentum)
         chosen = Draws(draws.keys[:, 0]).purpose("restore").uniform(student.shape[1]) < self.restored  # (S, P)
-        student.copy_(torch.where(chosen, self.source.numbers, student))
+        student.copy_(torch.where(chosen, self.source.packed.numbers, student))
 
     def _teach(self, images: Tensor, draws: Draws) -> Tensor:
         """The teacher's probabilities `(S, B, K)`."""

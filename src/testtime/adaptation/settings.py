@@ -64,7 +64,7 @@ class Settings:
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ValueError(f"`lr` must be positive, got {self.lr}.")
         if not 0 <= self.threshold <= 1:
-            raise ValueError(f"`threshold` must lie in [0, 1], got {self.threshold}.")
+            raise ValueError(f"`threshold` must be in [0, 1], got {self.threshold}.")
         if not self.guard > 0:
             raise ValueError(f"`guard` must be positive (infinity allows any finite rise), got {self.guard}.")
         check_precision(self.precision)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from testtime.adaptation.adapters import Adapter, copy_network
 from testtime.adaptation.batching import find_most, run_fitting
-from testtime.adaptation.learner import read_counts
 from testtime.adaptation.methods import Method
 from testtime.adaptation.optimizers import has_rows, is_rowwise
 from testtime.adaptation.prediction import Prediction
 from testtime.adaptation.replica_store import ReplicaStore
+from testtime.adaptation.state import check_state, read_counts
 from testtime.networks.ynet import YNet
 
 
@@ -108,7 +108,7 @@ class Streams(Adapter):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Continue from a state that `state_dict` gave, bit for bit; raises as `Adapter.load_state_dict`."""
-        self._check_state(state_dict)
+        check_state(state_dict, self._identify())
         numbers = read_counts(state_dict, "numbers", self.count)
         with self._lock, torch.inference_mode(False):
             super().load_state_dict(state_dict)

@@ -70,14 +70,17 @@ def predict(
       testtime predict holiday/ --method best
       testtime predict *.png -c runs/photos/network.safetensors --steps 1
     """
+    import torch
+
     from testtime.adaptation.methods import METHODS
     from testtime.evaluation import predict_files
+    from testtime.kernels import tuning
 
     place, online = pick_device(device), online or method is not None
     pictures = predict_files.find_pictures(images)
     name, net = load_network(checkpoint, place)
     batched = method is not None and "batch" in METHODS[method].needs
-    together = _TOGETHER if batched or (place.startswith("cuda") and not online) else 1
+    together = _TOGETHER if batched or (tuning(torch.device(place)).waits and not online) else 1
     settings: dict[str, Any] = {"steps": steps, "lr": lr, "copies": copies, "threshold": threshold, "seed": seed}
     with as_bad_arguments():
         adapter = predict_files.prepare_adapter(net, online, together, method=method, **settings)

@@ -1,9 +1,10 @@
-"""Fifteen ways in which the world spoils pictures, at five severities, as batched tensor code.
+"""The fifteen corruptions of CIFAR-10-C and ImageNet-C, at five severities, as batched tensor code.
 
     corrupted = corrupt(images, "fog", severity=3, seed=0)      # (N, C, H, W) uint8 → uint8
 
-`CORRUPTIONS` has the names in the order of every table. `corrupt_noise` takes a free strength for each image, for sets
-that drift; `corrupt_chunks` works through a set without holding its result. `testtime.data` corrupts files.
+`CORRUPTIONS` lists the names in the order of the published tables. `corrupt_noise` takes a continuous strength per
+image, for gradual shifts; `corrupt_chunks` corrupts a set without holding the result in memory. `testtime.data`
+corrupts files.
 """
 
 from testtime.corruptions.noise import NoiseName

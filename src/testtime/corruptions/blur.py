@@ -17,12 +17,12 @@ from testtime.corruptions.filters import Array, gaussian_weights, round_weights,
 from testtime.corruptions.strips import by_strips, skip, split_rows
 from testtime.randomness import Draws
 
-# (radius of the disk, standard deviation that softens its edge)
+# (radius of the disk, standard deviation of the blur of its edge)
 DEFOCUS = {
     "cifar": ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
     "imagenet": ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
 }
-# (standard deviation of the blur before and after, reach of the shuffle, its rounds)
+# (standard deviation of the blur before and after, range of the shuffle, number of shuffles)
 GLASS = {
     "cifar": ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
     "imagenet": ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
@@ -32,18 +32,18 @@ MOTION = {
     "cifar": ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
     "imagenet": ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
 }
-# (stop, step) of the zoom factors, which start at 1. The published stops carry a rounding surplus: 1.06 is reached.
+# (stop, step) of the zoom factors, which start at 1; by rounding, as in the published code, 1.06 is included.
 ZOOM = {
     "cifar": ((1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),
     "imagenet": ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03)),
 }
 
-# Zoom blur is one matrix product for images up to this many pixels; its matrix has the square of that.
+# Up to this many pixels, zoom blur is one matrix product; its matrix has the square of that many elements.
 _DENSE_PIXELS = 1600
 
 
 def disk(radius: float, softness: float) -> Array:
-    """A disk with a softened edge, adding up to about one, `(K, K)` with K odd; empty margins are cut off."""
+    """Return a disk kernel with a blurred edge, sum about 1, `(K, K)` with K odd; empty margins are cropped."""
     reach = 8 if radius <= 8 else int(radius)
     line = np.arange(-reach, reach + 1)
     kernel = (line[:, None] ** 2 + line[None, :] ** 2 <= radius**2).astype(np.float64)
@@ -64,7 +64,7 @@ def disk(radius: float, softness: float) -> Array:
 
 
 def _reflect(size: int, pad: int) -> npt.NDArray[np.int64]:
-    """Indices of a line padded by its mirror image without its outermost pixel, for any pad, `(size + 2·pad,)`."""
+    """Return the indices of reflection padding, for padding of any width, `(size + 2·pad,)`."""
     if size == 1:
         return np.zeros(1 + 2 * pad, np.int64)
     index = np.arange(-pad, size + pad) % (2 * size - 2)
@@ -72,16 +72,16 @@ def _reflect(size: int, pad: int) -> npt.NDArray[np.int64]:
 
 
 def defocus_blur(images: Tensor, level: tuple[float, float]) -> Tensor:
-    """Blur with a softened disk, as a lens out of focus does.
+    """Blur with a disk, as a lens out of focus does.
 
     Args:
-        images: Float pixels, whole numbers 0 to 255, `(N, C, H, W)`.
-        level: Radius of the disk and softness of its edge.
+        images: Float pixels, integers from 0 to 255, `(N, C, H, W)`.
+        level: Radius of the disk and blur of its edge.
 
     Returns:
         Float pixels `(N, C, H, W)`.
     """
-    # Its sum may be a little over one, where the softened disk meets the end of its grid, hence one bit less.
+    # The sum may slightly exceed 1, where the disk is cropped, hence one bit less.
     kernel = disk(*level)
     kernel = round_weights(kernel.reshape(-1), bits=15).reshape(kernel.shape)
     pad = len(kernel) // 2
@@ -92,7 +92,7 @@ def defocus_blur(images: Tensor, level: tuple[float, float]) -> Tensor:
 
     def blur_rows(rows: slice) -> Tensor:
         padded = images[..., down[rows.start : rows.stop + 2 * pad], :][..., across]
-        if len(taps) > 64:  # a real convolution wins over adding shifted images
+        if len(taps) > 64:  # a convolution is faster than adding shifted images
             return F.conv2d(padded.flatten(0, 1)[:, None], weight).view(
                 *images.shape[:2], rows.stop - rows.start, width
             )
@@ -106,17 +106,17 @@ def defocus_blur(images: Tensor, level: tuple[float, float]) -> Tensor:
 
 
 def shuffle_pixels(images: Tensor, reach: int, draws: Draws) -> Tensor:
-    """One round of the glass blur's walk: from the last pixel to the first, each takes a random neighbour's value.
+    """One pass of the glass blur's shuffle: from the last pixel to the first, each takes a random neighbour's value.
 
-    The published program means to swap but copies, so the walk is a pointer from every pixel to the one it reads: to
-    that pixel's old value if the walk has yet to come there, else to its new one. Following pointers twice as far
-    each time resolves the whole walk in a few batched steps.
+    The published code intends to swap but copies, so the pass is a pointer from every pixel to its source: the source's
+    old value if it comes later in the pass, else its new one. Pointer doubling resolves the whole pass in a few batched
+    steps.
 
     Args:
         images: `(N, C, H, W)`.
-        reach: Neighbours are at offsets from -reach to reach - 1 on both axes; the walk leaves out the first
-            reach + 1 rows and columns, and the last reach - 1.
-        draws: One stream for each image, keys `(N,)`.
+        reach: Neighbours are at offsets from -reach to reach - 1 on both axes; the pass skips the first reach + 1 rows
+            and columns, and the last reach - 1.
+        draws: One stream per image, keys `(N,)`.
 
     Returns:
         The shuffled images `(N, C, H, W)`.
@@ -126,7 +126,7 @@ def shuffle_pixels(images: Tensor, reach: int, draws: Draws) -> Tensor:
     if rows < 1 or columns < 1:
         return images
     result = images.clone()
-    # Last strip first, as the walk goes: rows below a strip have their new values, rows above it still the old ones.
+    # Last strip first, in the order of the pass: rows below a strip have their new values, rows above the old ones.
     for strip in reversed(split_rows(rows, count * channels * width, images.device)):
         top, bottom = strip.start + reach + 1, strip.stop + reach + 1
         choice = skip(draws, strip.start * columns).integers(4 * reach * reach, bottom - top, columns)
@@ -138,10 +138,10 @@ def shuffle_pixels(images: Tensor, reach: int, draws: Draws) -> Tensor:
 
 
 def _trace_walk(choice: Tensor, reach: int, width: int) -> Tensor:
-    """Where the pixels of a strip end up reading from, as indices into the strip with the rows that it may read.
+    """Return the final source of each pixel of a strip, as indices into the strip and the rows that it may read.
 
     Args:
-        choice: What each walked pixel draws, both offsets in one number, `(N, rows, columns)`.
+        choice: The draw of each shuffled pixel, both offsets in one integer, `(N, rows, columns)`.
         reach: As in `shuffle_pixels`.
         width: Width of the image.
 
@@ -157,9 +157,9 @@ def _trace_walk(choice: Tensor, reach: int, width: int) -> Tensor:
     source = own.view(height, width).repeat(count, 1, 1)
     source[:, reach : reach + rows, reach + 1 : reach + 1 + columns] = walked + offset
     source = source.view(count, pixels)
-    if reach == 1:  # every neighbour is read before the walk comes to it
+    if reach == 1:  # every neighbour is read before it changes
         return source
-    # A pointer to a later pixel means its new value, followed on; to an earlier one its old value, the end.
+    # A pointer to a later pixel refers to its new value and is followed; one to an earlier pixel to its old value.
     done = torch.ones(pixels, dtype=torch.bool, device=choice.device)
     done[walked.flatten()] = False
     old = (source <= own) | done[source]
@@ -175,12 +175,12 @@ def _trace_walk(choice: Tensor, reach: int, width: int) -> Tensor:
 
 
 def glass_blur(images: Tensor, level: tuple[float, int, int], draws: Draws) -> Tensor:
-    """Blur a little, let pixels take their neighbours' positions, and blur again: a pane of ribbed glass.
+    """Blur, shuffle pixels locally, and blur again, as frosted glass does.
 
     Args:
-        images: Float pixels, whole numbers 0 to 255, `(N, C, H, W)`.
-        level: Standard deviation of the blur, reach of the shuffle, its rounds.
-        draws: One stream for each image, keys `(N,)`.
+        images: Float pixels, integers from 0 to 255, `(N, C, H, W)`.
+        level: Standard deviation of the blur, range of the shuffle, number of shuffles.
+        draws: One stream per image, keys `(N,)`.
 
     Returns:
         Float pixels `(N, C, H, W)`.
@@ -197,10 +197,10 @@ def motion_blur(images: Tensor, radius: int, sigma: float, angles: Tensor) -> Te
     """Blur along a line on one side of each pixel, as ImageMagick's motion blur does.
 
     Args:
-        images: Float pixels, whole numbers 0 to 255, `(N, C, H, W)`.
+        images: Float pixels, integers from 0 to 255, `(N, C, H, W)`.
         radius: The line has 2·radius + 1 pixels.
-        sigma: Standard deviation of the half gaussian along it.
-        angles: Direction in degrees for each image, `(N,)`, 0 to the right and 90 down.
+        sigma: Standard deviation of the half Gaussian along it.
+        angles: Direction of each image in degrees, `(N,)`, 0 to the right and 90 down.
 
     Returns:
         Float pixels `(N, C, H, W)`.
@@ -209,7 +209,7 @@ def motion_blur(images: Tensor, radius: int, sigma: float, angles: Tensor) -> Te
     half = gaussian_weights(sigma, taps - 1)[taps - 1 :]
     weights = round_weights(half / half.sum())
     height, width = images.shape[-2:]
-    # Sorted by angle, images that read the same shifted pixel lie together: each run is one addition of a slice.
+    # Sorted by angle, images with the same offset are adjacent: each run is one addition of a slice.
     order = torch.argsort(angles, stable=True)
     radians = angles[order].to(torch.float64).cpu().numpy() * (math.pi / 180)
     steps = np.arange(taps)[:, None]
@@ -238,12 +238,12 @@ def motion_blur(images: Tensor, radius: int, sigma: float, angles: Tensor) -> Te
 
 
 def blur_motion(images: Tensor, level: tuple[int, float], draws: Draws) -> Tensor:
-    """Motion blur in a direction within 45° of the horizontal.
+    """Apply motion blur in a random direction within 45° of the horizontal.
 
     Args:
-        images: Float pixels, whole numbers 0 to 255, `(N, C, H, W)`.
+        images: Float pixels, integers from 0 to 255, `(N, C, H, W)`.
         level: Radius and standard deviation.
-        draws: One stream for each image, keys `(N,)`.
+        draws: One stream per image, keys `(N,)`.
 
     Returns:
         Float pixels `(N, C, H, W)`.
@@ -252,12 +252,12 @@ def blur_motion(images: Tensor, level: tuple[int, float], draws: Draws) -> Tenso
 
 
 def zoom_taps(size: int, factor: float) -> tuple[npt.NDArray[np.int64], Array]:
-    """Where a line of `size` pixels zoomed at its centre reads: the first of two neighbours, and the second's share.
+    """Return the first of the two source pixels of each pixel of a line zoomed at its centre, and the second's weight.
 
-    The published zoom cuts out the middle, stretches it so that the outermost pixels keep their positions, and trims.
+    The published zoom crops the centre, resizes it with aligned corners, and trims.
 
     Returns:
-        Two arrays of `(size,)`: whole positions (at most size - 2, or 0) and shares in 0 to 1.
+        Two arrays of `(size,)`: indices (at most size - 2, or 0) and weights in [0, 1].
     """
     middle = math.ceil(size / factor)
     first = (size - middle) // 2
@@ -269,7 +269,7 @@ def zoom_taps(size: int, factor: float) -> tuple[npt.NDArray[np.int64], Array]:
 
 
 def zoom_matrix(size: int, factor: float) -> Array:
-    """The zoom of a line of `size` pixels at its centre as a matrix, `(size, size)`."""
+    """Return the zoom of a line of `size` pixels at its centre as a matrix, `(size, size)`."""
     whole, share = zoom_taps(size, factor)
     matrix = np.zeros((size, size))
     rows = np.arange(size)
@@ -284,7 +284,7 @@ def clipped_zoom(images: Tensor, factor: float, rows: slice | None = None) -> Te
     Args:
         images: `(..., H, W)`.
         factor: The factor.
-        rows: Which rows of the zoomed images to make; None makes all.
+        rows: Rows of the zoomed images to compute; None: all.
 
     Returns:
         `(..., rows, W)`.
@@ -300,20 +300,20 @@ def clipped_zoom(images: Tensor, factor: float, rows: slice | None = None) -> Te
         weight = torch.from_numpy(share[part]).to(images.device, images.dtype)
         if axis == -2:
             weight = weight[:, None]
-        # Products and sums apart: a fused multiply-add rounds differently in the tail of a vector loop.
+        # Separate products and sums: a fused multiply-add rounds differently in the tail of a vector loop.
         images = images.index_select(axis, near) * (1 - weight) + images.index_select(axis, far) * weight
     return images
 
 
 def zoom_factors(level: tuple[float, float]) -> list[float]:
-    """The factors of a zoom blur, 1 upwards."""
+    """Return the factors of a zoom blur, from 1 upwards."""
     stop, step = level
     return cast(list[float], np.arange(1, stop, step).tolist())
 
 
 @functools.lru_cache(maxsize=16)
 def _zoom_operator(height: int, width: int, level: tuple[float, float]) -> Tensor:
-    """The whole zoom blur as a matrix that flat images are multiplied with, float64 `(H·W, H·W)`."""
+    """Return zoom blur as a matrix to multiply flattened images with, float64 `(H·W, H·W)`."""
     factors = zoom_factors(level)
     total = np.eye(height * width)
     for factor in factors:
@@ -324,10 +324,10 @@ def _zoom_operator(height: int, width: int, level: tuple[float, float]) -> Tenso
 
 
 def zoom_blur(images: Tensor, level: tuple[float, float]) -> Tensor:
-    """Average an image with its centre-zooms, as a camera that moves towards its subject.
+    """Average an image with zooms into its centre, as a camera moving towards its subject does.
 
     Args:
-        images: Float pixels, whole numbers 0 to 255, `(N, C, H, W)`.
+        images: Float pixels, integers from 0 to 255, `(N, C, H, W)`.
         level: Stop and step of the zoom factors.
 
     Returns:
@@ -336,7 +336,7 @@ def zoom_blur(images: Tensor, level: tuple[float, float]) -> Tensor:
     height, width = images.shape[-2:]
     if height * width <= _DENSE_PIXELS:
         operator = _zoom_operator(height, width, level).to(images.device)
-        # Float64: torch may be set to multiply float32 matrices with fewer bits.
+        # Float64: torch may be set to multiply float32 matrices at lower precision.
         blurred = images.reshape(-1, height * width).to(torch.float64) @ operator
         return blurred.view(images.shape).to(images.dtype)
     factors = zoom_factors(level)

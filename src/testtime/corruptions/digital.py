@@ -18,50 +18,50 @@ from testtime.corruptions.filters import box_filter, box_taps, smooth
 from testtime.corruptions.strips import by_strips, skip, split_rows
 from testtime.randomness import Draws
 
-# share of the contrast that stays
+# fraction of the contrast that remains
 CONTRAST = {"cifar": (0.75, 0.5, 0.4, 0.3, 0.15), "imagenet": (0.4, 0.3, 0.2, 0.1, 0.05)}
-# (length of the displacement, its smoothness, reach of the affine map's points), of the image's size
+# (length and smoothness of the displacement, range of the affine map's points), as fractions of the image's size
 ELASTIC = {
     "cifar": ((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)),
     "imagenet": ((2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02)),
 }
-# What "the image's size" is to its short side: the published program takes 244 for pictures of 224.
+# Ratio of that size to the short side: the published code uses 244 for images of 224.
 _ELASTIC_SIZE = {"cifar": 1.0, "imagenet": 244 / 224}
-# share of the size that is left
+# size in between, as a fraction of the original
 PIXELATE = {"cifar": (0.95, 0.9, 0.85, 0.75, 0.65), "imagenet": (0.6, 0.5, 0.4, 0.3, 0.25)}
-_GRID_COPIES = 4  # float64 numbers held for a pixel while a grid is filled
+_GRID_COPIES = 4  # float64 values per pixel while a grid is computed
 # quality
 JPEG = {"cifar": (80, 65, 58, 50, 40), "imagenet": (25, 18, 15, 10, 7)}
 
 
 def contrast(images: Tensor, level: float) -> Tensor:
-    """Draw every channel towards its mean.
+    """Move every channel towards its mean.
 
     Args:
-        images: Float pixels, whole numbers 0 to 255, `(N, C, H, W)`.
-        level: Share of the distance to the mean that stays.
+        images: Float pixels, integers from 0 to 255, `(N, C, H, W)`.
+        level: Fraction of the distance to the mean that remains.
 
     Returns:
         Float pixels `(N, C, H, W)`.
     """
-    # Float64: sums of whole numbers are exact in any order.
+    # Float64: sums of integers are exact in any order.
     mean = images.mean((2, 3), keepdim=True, dtype=torch.float64).to(torch.float32)
     return by_strips(images.shape, images.device, lambda rows: (images[:, :, rows] - mean) * level + mean)
 
 
 def elastic_sizes(level: tuple[float, float, float], scale: str, side: int) -> tuple[float, float, float]:
-    """An elastic level in pixels, for images of a short side."""
+    """Convert an elastic level to pixels, for images with a short side of `side`."""
     size = side * _ELASTIC_SIZE[scale]
     return level[0] * size, level[1] * size, level[2] * size
 
 
 def elastic_transform(images: Tensor, level: tuple[float, float, float], draws: Draws) -> Tensor:
-    """Shear an image by moving three points, then stretch it here and squeeze it there.
+    """Apply a random affine map, then a smooth random displacement field.
 
     Args:
         images: Float pixels 0 to 255, `(N, C, H, W)`.
-        level: Length and smoothness of the displacement and reach of the three points, in pixels.
-        draws: One stream for each image, keys `(N,)`.
+        level: Length and smoothness of the displacement, and range of the affine map's three points, in pixels.
+        draws: One stream per image, keys `(N,)`.
 
     Returns:
         Float pixels `(N, C, H, W)`.
@@ -76,9 +76,9 @@ def elastic_transform(images: Tensor, level: tuple[float, float, float], draws: 
 
 
 def _shear_grid(draws: Draws, reach: float, images: Tensor) -> Tensor:
-    """What `grid_sample` takes to shear images, mirrored without their edges, `(N, H, W, 2)`.
+    """Return the `grid_sample` grid of the affine map, `(N, H, W, 2)`.
 
-    That is its reflection between the centres of the outermost pixels.
+    Images are reflected at the centres of the outermost pixels.
     """
     count, _, height, width = images.shape
     grid = torch.empty((count, height, width, 2), dtype=images.dtype, device=images.device)
@@ -90,9 +90,9 @@ def _shear_grid(draws: Draws, reach: float, images: Tensor) -> Tensor:
 
 
 def _fill_ripple_grid(grid: Tensor, draws: Draws, length: float, sigma: float) -> None:
-    """Write to a grid what `grid_sample` takes to stretch and squeeze images, mirrored with their edges.
+    """Write the `grid_sample` grid of the displacement field to `grid`.
 
-    That is its reflection between the outer borders of the outermost pixels.
+    Images are reflected at the outer borders of the outermost pixels.
     """
     count, height, width, _ = grid.shape
     device = grid.device
@@ -105,7 +105,7 @@ def _fill_ripple_grid(grid: Tensor, draws: Draws, length: float, sigma: float) -
             field[:, rows] = stream.integers(1 << 16, rows.stop - rows.start, width).to(torch.int32)
         smoothed = smooth(field, sigma, 3, "reflect")
         for rows in strips:
-            # Whole numbers, so that smoothing is exact; (field + 1/2) / 2¹⁵ - 1 is uniform in ±1.
+            # Integers, so that smoothing is exact; (field + 1/2) / 2¹⁵ - 1 is uniform in ±1.
             moves = ((smoothed[:, rows] + 0.5) * 2**-15 - 1) * length  # (N, rows, W)
             read = moves + (position[rows] if axis else position)
             grid[:, rows, :, axis] = (read * 2 + 1) / size - 1
@@ -114,14 +114,14 @@ def _fill_ripple_grid(grid: Tensor, draws: Draws, length: float, sigma: float) -
 def _affine_grid(
     draws: Draws, reach: float, height: int, width: int, rows: slice | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Where each pixel of the sheared image reads the original: columns and rows, float64 `(N, H, W)` each.
+    """Return the source columns and rows of each pixel under the affine map, float64 `(N, H, W)` each.
 
     Args:
-        draws: One stream for each image, keys `(N,)`.
-        reach: How far the three points are moved.
+        draws: One stream per image, keys `(N,)`.
+        reach: Maximum displacement of the three points.
         height: Height of the images.
         width: Width of the images.
-        rows: Which rows of the sheared image; None takes all.
+        rows: Rows of the result; None: all.
     """
     side = min(height, width) // 3
     middle_x, middle_y = width // 2, height // 2
@@ -131,7 +131,7 @@ def _affine_grid(
         device=draws.keys.device,
     )
     moved = points + (draws.uniform(3, 2).to(torch.float64) * 2 - 1) * reach  # (N, 3, 2)
-    # The points are a right angle: the second is its vertex, so the map's columns are differences along its legs.
+    # The points form a right angle with its vertex at the second, so the map's columns are differences along its legs.
     legs = max(2 * side, 1)
     right = (moved[:, 1] - moved[:, 2]) / legs  # image of the unit vector to the right, (N, 2)
     below = (moved[:, 0] - moved[:, 1]) / legs  # image of the unit vector down, (N, 2)
@@ -149,11 +149,11 @@ def _affine_grid(
 
 
 def pixelate(images: Tensor, level: float) -> Tensor:
-    """Scale an image down and back up with box filters, rounding to 8 bits after each direction as Pillow does.
+    """Scale an image down and back up with box filters, rounding to 8 bits after each axis as Pillow does.
 
     Args:
-        images: Float pixels, whole numbers 0 to 255, `(N, C, H, W)`.
-        level: Share of the size in between.
+        images: Float pixels, integers from 0 to 255, `(N, C, H, W)`.
+        level: Size in between, as a fraction of the original.
 
     Returns:
         Float pixels `(N, C, H, W)`.
@@ -163,18 +163,18 @@ def pixelate(images: Tensor, level: float) -> Tensor:
     device = images.device
     images = box_filter(images, -1, columns).add_(0.5).floor_()
     images = box_filter(images, -2, rows).add_(0.5).floor_()
-    # Upwards the box holds one pixel: the nearest.
+    # When upscaling, the box contains one pixel: the nearest.
     down, across = (_nearest(size, to).to(device) for size, to in ((rows, height), (columns, width)))
     return images.index_select(2, down).index_select(3, across)
 
 
 def _nearest(size: int, to: int) -> Tensor:
-    """The one of `size` pixels that each of `to` pixels is, int64 `(to,)`."""
+    """Return the index of the nearest of `size` pixels for each of `to` pixels, int64 `(to,)`."""
     positions, weights = box_taps(size, to)
     return positions.gather(1, weights.argmax(1, keepdim=True)).squeeze(1)
 
 
-# Pillow holds Python's lock around a small picture for longer than it releases it: threads would only wait.
+# For small images, Pillow holds the GIL most of the time, so threads do not help.
 _THREADED_VALUES = 1 << 14
 
 
@@ -185,7 +185,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _jpeg_block(pictures: np.ndarray, quality: int) -> None:
-    """Compress and expand a block of pictures in place, `(n, H, W)` or `(n, H, W, 3)` uint8."""
+    """Compress and decompress a block of pictures in place, `(n, H, W)` or `(n, H, W, 3)` uint8."""
     for picture in pictures:
         buffer = io.BytesIO()
         Image.fromarray(picture).save(buffer, "JPEG", quality=quality)
@@ -194,10 +194,10 @@ def _jpeg_block(pictures: np.ndarray, quality: int) -> None:
 
 
 def jpeg_compression(images: Tensor, level: int) -> Tensor:
-    """Compress with JPEG and expand again. Pillow does it, on the CPU, in threads where pictures are large.
+    """Compress to JPEG and decompress, with Pillow on the CPU, in threads if the images are large.
 
     Args:
-        images: Float pixels, whole numbers 0 to 255, `(N, C, H, W)`.
+        images: Float pixels, integers from 0 to 255, `(N, C, H, W)`.
         level: Quality.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Filters with weights that are rounded so that their sums are exact.
+"""Filters whose weights are rounded so that sums are exact.
 
-Where a filter is a weighted mean of 8-bit pixels, its weights are rounded to multiples of 2⁻¹⁶ that add up to one. Sums
-are then exact in floating point whatever their order, so an image comes out the same, bit for bit, alone or in a batch,
-whole or in parts, on the CPU or on a GPU.
+The weights of a weighted mean of 8-bit pixels are rounded to multiples of 2⁻¹⁶ that sum to 1. Sums are then exact in
+floating point in any order, so results are bit-identical for an image alone or in a batch, whole or in parts, on CPU or
+GPU.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch import Tensor
 Array = npt.NDArray[np.float64]
 Border = Literal["edge", "reflect"]
 
-# Lines up to this long are filtered by one matrix; longer ones in blocks, each by the part of the matrix around it.
+# Lines up to this length are filtered by one matrix; longer ones in blocks, each by a part of the matrix.
 _DENSE = 512
 _BLOCK_VALUES = 1 << 22
-_PLANE_VALUES = 1 << 25  # smoothed at once
+_PLANE_VALUES = 1 << 25  # pixels smoothed at once
 
 
 def round_weights(weights: Array, bits: int = 16) -> Array:
-    """Weights rounded to multiples of 2⁻ᵇⁱᵗˢ along the last axis so that their sum is rounded only once.
+    """Round weights to multiples of 2⁻ᵇⁱᵗˢ along the last axis, with a single rounding of their sum.
 
-    Running sums are rounded and differences taken: many small equal weights would else all err to the same side.
+    Cumulative sums are rounded and differenced: rounding each weight would bias many small equal weights alike.
 
     Args:
         weights: Non-negative, `(..., K)`.
-        bits: Fraction bits.
+        bits: Fractional bits.
     """
     return np.diff(np.round(np.cumsum(weights, -1) * 2.0**bits), axis=-1, prepend=0) / 2.0**bits
 
 
 def gaussian_weights(sigma: float, radius: int) -> Array:
-    """A gaussian at the whole numbers from -radius to radius, adding up to one, `(2·radius + 1,)`."""
+    """Return a Gaussian sampled at the integers from -radius to radius, normalised to sum 1, `(2·radius + 1,)`."""
     if sigma <= 0:
         return np.ones(1)
     weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / sigma) ** 2)
@@ -46,18 +46,18 @@ def gaussian_weights(sigma: float, radius: int) -> Array:
 
 
 def gaussian_rows(size: int, rows: slice, sigma: float, truncate: float, border: Border) -> tuple[slice, Array]:
-    """Some rows of the matrix that filters a line of `size` pixels with a gaussian.
+    """Return some rows of the matrix of a Gaussian filter on a line of `size` pixels.
 
     Args:
         size: Pixels in the line.
-        rows: Which pixels of the filtered line.
+        rows: Pixels of the filtered line.
         sigma: Standard deviation in pixels.
-        truncate: The kernel ends at this many standard deviations.
-        border: "edge" repeats the outermost pixel, "reflect" mirrors the line with its outermost pixel.
+        truncate: Truncate the kernel at this many standard deviations.
+        border: "edge" repeats the outermost pixel, "reflect" mirrors the line, repeating the outermost pixel.
 
     Returns:
-        The pixels that are read, and their weights, `(rows, pixels read)` in multiples of 2⁻¹⁸: two passes over 16-bit
-        numbers stay exact.
+        The source pixels, and their weights, `(rows, source pixels)` in multiples of 2⁻¹⁸, so that two passes over
+        16-bit integers are exact.
     """
     radius = int(truncate * sigma + 0.5)
     weights = gaussian_weights(sigma, radius)
@@ -76,12 +76,12 @@ def gaussian_rows(size: int, rows: slice, sigma: float, truncate: float, border:
 
 @functools.lru_cache(maxsize=64)
 def gaussian_matrix(size: int, sigma: float, truncate: float, border: Border) -> Tensor:
-    """The gaussian filter of a line as a matrix, float64 `(size, size)`; see `gaussian_rows`."""
+    """Return the Gaussian filter of a line as a matrix, float64 `(size, size)`; see `gaussian_rows`."""
     return torch.from_numpy(gaussian_rows(size, slice(0, size), sigma, truncate, border)[1])
 
 
 def _gaussian_blocks(size: int, sigma: float, truncate: float, border: Border) -> Iterator[tuple[slice, slice, Tensor]]:
-    """The filter in parts: pixels of the filtered line, pixels that they are read from, and the matrix between."""
+    """Yield the filter in parts: pixels of the filtered line, their source pixels, and the matrix."""
     if size <= _DENSE:
         yield slice(0, size), slice(0, size), gaussian_matrix(size, sigma, truncate, border)
         return
@@ -94,12 +94,12 @@ def _gaussian_blocks(size: int, sigma: float, truncate: float, border: Border) -
 
 
 def smooth(images: Tensor, sigma: float, truncate: float, border: Border) -> Tensor:
-    """Blur the last two axes of whole-numbered images with a gaussian, exactly, in float64.
+    """Blur the last two axes of integer-valued images with a Gaussian, exactly, in float64.
 
     Args:
-        images: Whole numbers below 2¹⁶ in size, `(..., H, W)`.
+        images: Integers of magnitude below 2¹⁶, `(..., H, W)`.
         sigma: Standard deviation in pixels.
-        truncate: The kernel ends at this many standard deviations.
+        truncate: Truncate the kernel at this many standard deviations.
         border: "edge" or "reflect", as in `gaussian_rows`.
 
     Returns:
@@ -122,10 +122,10 @@ def smooth(images: Tensor, sigma: float, truncate: float, border: Border) -> Ten
 
 @functools.lru_cache(maxsize=64)
 def box_taps(size: int, to: int) -> tuple[Tensor, Tensor]:
-    """Pillow's box filter from `size` pixels to `to` pixels.
+    """Return the taps of Pillow's box filter from `size` pixels to `to` pixels.
 
     Returns:
-        The pixels that each pixel of the result is read from, int64 `(to, K)`, and their weights, float32 `(to, K)`.
+        The source pixels of each pixel of the result, int64 `(to, K)`, and their weights, float32 `(to, K)`.
     """
     ratio = size / to
     centre = (np.arange(to) + 0.5) * ratio
@@ -147,18 +147,18 @@ def _box_matrix(size: int, to: int) -> Tensor:
 
 
 def box_filter(images: Tensor, axis: Literal[-2, -1], to: int) -> Tensor:
-    """Scale one axis of images with Pillow's box filter.
+    """Resize one axis of images with Pillow's box filter.
 
     Args:
-        images: Float pixels, whole numbers 0 to 255, `(..., H, W)`.
-        axis: Which.
-        to: Pixels of the result along it.
+        images: Float pixels, integers from 0 to 255, `(..., H, W)`.
+        axis: The axis.
+        to: Its length in the result.
 
     Returns:
         Float pixels, exact.
     """
     size = images.shape[axis]
-    if size <= _DENSE:  # float64: torch may be set to multiply float32 matrices with fewer bits
+    if size <= _DENSE:  # float64: torch may be set to multiply float32 matrices at lower precision
         matrix, wide = _box_matrix(size, to).to(images.device), images.to(torch.float64)
         return (wide @ matrix.T if axis == -1 else matrix @ wide).to(images.dtype)
     positions, weights = (taps.to(images.device) for taps in box_taps(size, to))

@@ -1,9 +1,9 @@
-"""Frost to lay over images: procedural textures, or photographs that the caller gives.
+"""Frost textures: procedural, or photographs given by the caller.
 
-The published frost corruption cuts its pieces from five photographs. The textures here stand in for them: crystals are
-drawn as lines (needles, feathers, grains, a wrinkled film), their spectrum is then brought to that of such photographs
-octave by octave, and colour and brightness likewise. They are the same on every machine and in every run; which piece
-of which texture an image gets is drawn with the image's seed.
+The published frost corruption uses crops of five photographs. The procedural textures replace them: crystals are drawn
+as lines (needles, feathers, grains, a wrinkled film), then their spectrum is matched to that of such photographs octave
+by octave, as are colour and brightness. They are the same on every machine and in every run; the crop of an image is
+drawn with the image's seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from testtime.corruptions.strips import split_rows
 from testtime.randomness import Draws
 
 _HEIGHT, _WIDTH = 480, 720
-# Edges of the octaves, in cycles per pixel, in which `_Style.octaves` gives the amplitude.
+# Edges of the octaves of `_Style.octaves`, in cycles per pixel.
 _OCTAVES = (0.002, 0.004, 0.008, 0.016, 0.032, 0.0625, 0.125, 0.25, 0.5)
 
 Numbers = npt.NDArray[np.float64]
@@ -36,9 +36,9 @@ class _Style:
     """The appearance of a texture.
 
     Attributes:
-        draw: Draws its crystals on a gray canvas, from the numbers it is given.
+        draw: Draws the crystals on a gray canvas.
         colour: Mean of red, green and blue.
-        swing: How far each channel follows the pattern.
+        swing: Amplitude of the pattern in each channel.
         octaves: Spectral amplitude of the pattern in each octave.
     """
 
@@ -53,18 +53,18 @@ def frost_textures(
     photographs: Sequence[Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, ...]:
-    """The frost textures that images of a scale are covered with.
+    """Return the frost textures for images of a scale.
 
     Args:
-        scale: "cifar" takes every fifth pixel of the textures, as the published program does; "imagenet" all.
-        photographs: Textures, uint8 `(3, h, w)` each; None makes five procedural ones.
-        device: Where the textures shall be.
+        scale: "cifar" takes every fifth pixel of the textures, as the published code does; "imagenet" all.
+        photographs: Textures, uint8 `(3, h, w)` each; None: five procedural ones.
+        device: Device of the result.
 
     Returns:
-        One uint8 `(3, h, w)` for each photograph, or five.
+        uint8 `(3, h, w)` per texture.
 
     Raises:
-        ValueError: There are none, or one is something else.
+        ValueError: `photographs` is empty, or not all are uint8 tensors of three dimensions.
     """
     if photographs is None:
         return _procedural(scale, str(device))
@@ -86,7 +86,7 @@ def _prepare(textures: Sequence[Tensor], scale: str, device: torch.device | str)
 
 
 def enlarged_size(texture: Tensor, size: tuple[int, int]) -> tuple[int, int]:
-    """Height and width to which a texture is scaled so that images of a size fit into it with room to move.
+    """Return the size to which a texture must be enlarged so that random crops of a size fit into it.
 
     Args:
         texture: `(3, h, w)`.
@@ -98,14 +98,14 @@ def enlarged_size(texture: Tensor, size: tuple[int, int]) -> tuple[int, int]:
 
 
 def cut_textures(texture: Tensor, size: tuple[int, int], top: Tensor, left: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Cuts of a texture that is scaled to a size bilinearly; nothing but the cuts is made of it.
+    """Return crops of a texture resized bilinearly; only the crops are computed.
 
     Args:
         texture: uint8 `(3, h, w)`.
-        size: Height and width to which it is scaled.
-        top: First row of each cut, `(n,)`.
-        left: First column of each cut, `(n,)`.
-        shape: Height and width of the cuts.
+        size: Height and width to which it is resized.
+        top: First row of each crop, `(n,)`.
+        left: First column of each crop, `(n,)`.
+        shape: Height and width of the crops.
 
     Returns:
         uint8 `(n, 3, *shape)`.
@@ -123,7 +123,7 @@ def cut_textures(texture: Tensor, size: tuple[int, int], top: Tensor, left: Tens
 
 
 def _read_between(texture: Tensor, size: tuple[int, int], rows: Tensor, columns: Tensor) -> Tensor:
-    """What a texture scaled to a size has at some rows `(n, R)` and columns `(n, W)`, whole numbers `(3, n, R, W)`."""
+    """Return a texture resized to a size at some rows `(n, R)` and columns `(n, W)`, integers `(3, n, R, W)`."""
     above, below, down = _neighbours(rows, texture.shape[1], size[0])
     before, after, right = _neighbours(columns, texture.shape[2], size[1])
 
@@ -137,7 +137,7 @@ def _read_between(texture: Tensor, size: tuple[int, int], rows: Tensor, columns:
 
 
 def _neighbours(positions: Tensor, size: int, to: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The two pixels between which a line scaled from `size` to `to` pixels is read, and the second one's share."""
+    """Return the two source pixels of positions in a line resized from `size` to `to`, and the second's weight."""
     position = (
         ((positions.to(torch.float64) + 0.5) * float(np.float32(size / to)) - 0.5).to(torch.float32).clamp_(min=0)
     )
@@ -146,7 +146,7 @@ def _neighbours(positions: Tensor, size: int, to: int) -> tuple[Tensor, Tensor, 
 
 
 def _mix(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
-    """Two float32 tensors, mixed with a fused multiply-add as torch's own interpolation has it on most machines."""
+    """Interpolate between float32 tensors with a fused multiply-add, as torch's interpolation does on most machines."""
     return (first.to(torch.float64) * (1 - share).to(torch.float64) + (second * share).to(torch.float64)).to(
         first.dtype
     )
@@ -154,8 +154,8 @@ def _mix(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
 
 @functools.cache
 def make_textures() -> tuple[Tensor, ...]:
-    """The five procedural textures, uint8 `(3, 480, 720)` each."""
-    with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():  # whatever the caller's default is
+    """Return the five procedural textures, uint8 `(3, 480, 720)` each."""
+    with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():  # whatever the caller's defaults
         return tuple(_make(style, number) for number, style in enumerate(_STYLES))
 
 
@@ -176,7 +176,7 @@ def _make(style: _Style, number: int) -> Tensor:
 
 
 def _shape(spectrum: Tensor, octaves: tuple[float, ...]) -> Tensor:
-    """Scale a spectrum smoothly so that each octave has its amplitude; phases, and so the crystals, stay."""
+    """Scale a spectrum smoothly to the amplitude of each octave; phases, and so the crystals, are unchanged."""
     rows = torch.fft.fftfreq(_HEIGHT, dtype=torch.float64)[:, None]
     columns = torch.fft.rfftfreq(_WIDTH, dtype=torch.float64)[None, :]
     frequency = torch.hypot(rows, columns)
@@ -193,12 +193,12 @@ def _shape(spectrum: Tensor, octaves: tuple[float, ...]) -> Tensor:
 
 
 def _numbers(draws: Draws, count: int, each: int) -> Numbers:
-    """Uniform numbers in [0, 1), `(count, each)`."""
+    """Draw uniform numbers in [0, 1), `(count, each)`."""
     return draws.uniform(count, each).to(torch.float64).numpy()
 
 
 def _needles(canvas: ImageDraw.ImageDraw, draws: Draws) -> None:
-    """Sheaves of straight needles, as on a frozen pond."""
+    """Draw sheaves of straight needles, as on a frozen pond."""
     for x, y, turn, spread, shade, length in _numbers(draws.purpose("sheaves"), 420, 6):
         sheaf = draws.purpose("needles").fold(int(x * 2**24))
         for dx, dy, tilt, extent, tone in _numbers(sheaf, 9, 5):
@@ -210,7 +210,7 @@ def _needles(canvas: ImageDraw.ImageDraw, draws: Draws) -> None:
 
 
 def _feathers(canvas: ImageDraw.ImageDraw, draws: Draws) -> None:
-    """Feathers: a spine with barbs that grow shorter towards its tip, as on a window."""
+    """Draw feathers, spines with barbs that shorten towards the tip, as on a window."""
     for x, y, turn, length, shade, bend in _numbers(draws.purpose("spines"), 520, 6):
         reach = 18 + 60 * length * length
         tone = int(135 + 120 * shade)
@@ -231,7 +231,7 @@ def _feathers(canvas: ImageDraw.ImageDraw, draws: Draws) -> None:
 
 
 def _grains(canvas: ImageDraw.ImageDraw, draws: Draws) -> None:
-    """A dense rime of short splinters with a few stars in it."""
+    """Draw dense rime: short splinters with a few stars."""
     for x, y, turn, length, shade in _numbers(draws.purpose("splinters"), 9000, 5):
         angle = turn * math.pi
         reach = 2 + 9 * length * length
@@ -248,7 +248,7 @@ def _grains(canvas: ImageDraw.ImageDraw, draws: Draws) -> None:
 
 
 def _film(canvas: ImageDraw.ImageDraw, draws: Draws) -> None:
-    """A thin film of ice with fine wrinkles."""
+    """Draw a thin film of ice with fine wrinkles."""
     for x, y, turn, shade, length in _numbers(draws.purpose("wrinkles"), 900, 5):
         path = draws.purpose("paths").fold(int(x * 2**24))
         angle = turn * 2 * math.pi
@@ -259,7 +259,7 @@ def _film(canvas: ImageDraw.ImageDraw, draws: Draws) -> None:
         canvas.line(points, fill=int(70 + 160 * shade), width=1)
 
 
-# Two of the five photographs are one pale picture; pale needles come twice here too, drawn anew.
+# Two of the five photographs are the same pale picture; here, pale needles are drawn twice.
 _PALE = _Style(_needles, (200.8, 205.4, 214.5), (0.97, 1.0, 1.05), (1900, 480, 188, 114, 79, 44, 23, 10))
 _STYLES = (
     _Style(_film, (77.7, 149.1, 165.7), (1.45, 0.93, 0.84), (2600, 700, 179, 83, 32, 20, 15, 8)),

@@ -1,7 +1,7 @@
-"""The three noises: gaussian, shot (Poisson) and impulse (salt and pepper).
+"""The three noises: Gaussian, shot (Poisson) and impulse (salt and pepper).
 
-They take a strength for each image, so that a data set can drift smoothly from one severity to the next; the published
-severities are the five strengths in `LEVELS`. Every number drawn is a function of the image's stream and the pixel.
+They take a strength per image, so that a data set can drift smoothly from one severity to the next; the published
+severities are the five strengths in `LEVELS`. Every random number depends only on the image's stream and the pixel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from testtime.randomness import Draws
 
 NoiseName = Literal["gaussian_noise", "shot_noise", "impulse_noise"]
 
-# Severity 1 to 5: standard deviation, photons at full white, and the share of values replaced.
+# Severity 1 to 5: standard deviation, photons at full white, and the fraction of values replaced.
 LEVELS: dict[str, dict[str, tuple[float, ...]]] = {
     "gaussian_noise": {"cifar": (0.04, 0.06, 0.08, 0.09, 0.10), "imagenet": (0.08, 0.12, 0.18, 0.26, 0.38)},
     "shot_noise": {"cifar": (500, 250, 100, 75, 50), "imagenet": (60, 25, 12, 5, 3)},
@@ -29,12 +29,12 @@ LEVELS: dict[str, dict[str, tuple[float, ...]]] = {
 
 
 def gaussian_noise(images: Tensor, strength: Tensor, draws: Draws) -> Tensor:
-    """Add normal noise whose standard deviation is `strength` (of full white).
+    """Add normal noise.
 
     Args:
         images: Float pixels in 0 to 255, `(N, C, H, W)`.
-        strength: Standard deviation for each image, `(N,)`.
-        draws: One stream for each image, keys `(N,)`.
+        strength: Standard deviation per image, as a fraction of full white, `(N,)`.
+        draws: One stream per image, keys `(N,)`.
 
     Returns:
         Float pixels on the same scale, not clipped, `(N, C, H, W)`.
@@ -52,8 +52,8 @@ def shot_noise(images: Tensor, strength: Tensor, draws: Draws) -> Tensor:
 
     Args:
         images: Float pixels in 0 to 255, `(N, C, H, W)`.
-        strength: Photons that full white stands for, for each image, `(N,)`; fewer photons, more noise.
-        draws: One stream for each image, keys `(N,)`.
+        strength: Photons at full white per image, `(N,)`; fewer photons, more noise.
+        draws: One stream per image, keys `(N,)`.
 
     Returns:
         Float pixels on the same scale, not clipped, `(N, C, H, W)`.
@@ -68,17 +68,17 @@ def shot_noise(images: Tensor, strength: Tensor, draws: Draws) -> Tensor:
 
 
 def impulse_noise(images: Tensor, strength: Tensor, draws: Draws) -> Tensor:
-    """Set a share `strength` of all channel values to black or white, half each.
+    """Set a fraction `strength` of all channel values to black or white, half each.
 
     Args:
         images: Float pixels in 0 to 255, `(N, C, H, W)`.
-        strength: Share of values to replace, for each image, `(N,)`.
-        draws: One stream for each image, keys `(N,)`.
+        strength: Fraction of values to replace per image, `(N,)`.
+        draws: One stream per image, keys `(N,)`.
 
     Returns:
         Float pixels on the same scale, `(N, C, H, W)`.
     """
-    # One number decides both whether and to what: the lowest share/2 are pepper, the highest share/2 are salt.
+    # One uniform number decides: the lowest strength/2 are pepper, the highest strength/2 salt.
     half = strength.view(-1, 1, 1, 1) / 2
 
     def replace(rows: slice) -> Tensor:
@@ -94,23 +94,23 @@ NOISES: dict[str, Callable[[Tensor, Tensor, Draws], Tensor]] = {
     "impulse_noise": impulse_noise,
 }
 
-# Rates below _SMALL come from exact tables on a grid of _GRID plus a rare remainder; above it from the normal
-# expansion, whose error falls with the rate and is past noticing at 10.
+# Rates below _SMALL use exact tables on a grid of _GRID plus a small remainder; larger ones the normal expansion, whose
+# error decreases with the rate and is negligible at 10.
 _SMALL = 10.0
 _GRID = 1 / 8
-_OUTCOMES = 64  # a rate of 10 exceeds 63 with a chance of 10⁻²⁸
+_OUTCOMES = 64  # a count at rate 10 exceeds 63 with probability 10⁻²⁸
 
 
 def poisson(rates: Tensor, draws: Draws) -> Tensor:
-    """Poisson counts of the given rates without a loop over counts, so that a batch costs a few passes.
+    """Draw Poisson counts without a loop over counts, in a few passes per batch.
 
     Rates of 10 and more use Giles' normal expansion of the Poisson quantile (2016). Smaller ones are the sum of two
-    counts: one of the rate rounded down to an eighth, from an alias table (Walker 1977), and one of the rest, which is
-    nearly always 0, by inversion. One normal number for each count serves either way.
+    counts: one of the rate rounded down to a multiple of 1/8, from an alias table (Walker 1977), and one of the
+    remainder, nearly always 0, by inversion. Both use one normal number per count.
 
     Args:
         rates: Non-negative float32, `(N, ...)`.
-        draws: One stream for each image, keys `(N,)`.
+        draws: One stream per image, keys `(N,)`.
 
     Returns:
         Counts as float32, `(N, ...)`.
@@ -119,7 +119,7 @@ def poisson(rates: Tensor, draws: Draws) -> Tensor:
 
 
 def _counts(rates: Tensor, deviate: Tensor) -> Tensor:
-    """Counts of the given rates from one normal number for each."""
+    """Return counts for the given rates, from one normal number each."""
     if not rates.numel():
         return rates
     low, high = (float(bound) for bound in torch.aminmax(rates))
@@ -131,7 +131,7 @@ def _counts(rates: Tensor, deviate: Tensor) -> Tensor:
 
 
 def _many(rates: Tensor, deviate: Tensor) -> Tensor:
-    """Counts for rates from `_SMALL`."""
+    """Return counts for rates of at least `_SMALL`."""
     root = rates.sqrt()
     square = deviate * deviate + 2
     counts = root * deviate
@@ -143,12 +143,12 @@ def _many(rates: Tensor, deviate: Tensor) -> Tensor:
 
 
 def _few(rates: Tensor, deviate: Tensor) -> Tensor:
-    """Counts for rates below `_SMALL`."""
+    """Return counts for rates below `_SMALL`."""
     keep, other = (table.to(rates.device) for table in _alias_tables())
     row = (rates * (1 / _GRID)).floor_()
     rest = rates - row * _GRID
-    # The normal number's rank is uniform. It picks a column, then one of the column's two outcomes; how far it lies
-    # within that outcome's share is uniform again, and decides on the rest.
+    # The quantile of the normal number is uniform. It selects a column, then one of the column's two outcomes; its
+    # position within that outcome's share is uniform again, and selects the count of the remainder.
     ticket = torch.erf(deviate * math.sqrt(0.5)).add_(1).mul_(_OUTCOMES / 2)
     column = ticket.floor().clamp_(max=_OUTCOMES - 1)
     share = ticket.sub_(column)
@@ -157,7 +157,7 @@ def _few(rates: Tensor, deviate: Tensor) -> Tensor:
     first = share < bound
     counts = torch.where(first, column, other[entry])
     chance = torch.where(first, share / bound, (share - bound) / (1 - bound)).clamp_(max=1 - 2**-20)
-    # The rest is below an eighth: more than four is one in 10⁷.
+    # The remainder is below 1/8: more than four has probability 10⁻⁷.
     term = torch.exp(-rest)
     total = term.clone()
     for count in range(1, 5):
@@ -170,7 +170,7 @@ def _few(rates: Tensor, deviate: Tensor) -> Tensor:
 
 @functools.cache
 def _alias_tables() -> tuple[Tensor, Tensor]:
-    """Walker's tables for every rate on the grid below `_SMALL`, each `(rates × outcomes,)`."""
+    """Return Walker's alias tables for every rate on the grid below `_SMALL`, each `(rates × outcomes,)`."""
     rates = np.arange(0, _SMALL, _GRID)[:, None]
     counts = np.arange(_OUTCOMES)[None, :]
     logs = np.array([math.lgamma(count + 1) for count in range(_OUTCOMES)])
@@ -188,6 +188,6 @@ def _alias_tables() -> tuple[Tensor, Tensor]:
             shares[rich] -= 1 - shares[poor]
             if shares[rich] < 1:
                 small.append(large.pop())
-        for left in small + large:  # exactly 1 but for rounding
+        for left in small + large:  # 1 up to rounding
             shares[left] = 1
     return torch.from_numpy(keep.astype(np.float32)).flatten(), torch.from_numpy(other.astype(np.float32)).flatten()

@@ -1,8 +1,8 @@
-"""The fifteen corruptions by name: `corrupt` for the published severities, `corrupt_noise` for a free strength.
+"""The fifteen corruptions by name: `corrupt` for the published severities, `corrupt_noise` for any strength.
 
 They are those of CIFAR-10-C and ImageNet-C (Hendrycks & Dietterich, "Benchmarking Neural Network Robustness to Common
-Corruptions and Perturbations", 2019), made anew as batched tensor code. An image's corruption is a function of (seed,
-its number, corruption, severity) and of nothing else.
+Corruptions and Perturbations", 2019), reimplemented as batched tensor code. The corruption of an image depends only on
+(seed, sample index, corruption, severity).
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ CORRUPTIONS: tuple[str, ...] = (
     "pixelate",
     "jpeg_compression",
 )
-"""The names in the order of every published table."""
+"""The names in the order of the published tables."""
 
 SEVERITIES: tuple[int, ...] = (1, 2, 3, 4, 5)
 
 PIXEL_LIMIT = 64_000_000
-"""The most pixels that an image may have; below the number from which Pillow warns."""
+"""Maximum number of pixels of an image; below the number from which Pillow warns."""
 SIDE_LIMIT = 65_500
-"""The most pixels that a side of an image may have, which is what JPEG can hold."""
-LIMITS = f"at most {SIDE_LIMIT:,} pixels a side and {PIXEL_LIMIT:,} in all"
+"""Maximum side of an image in pixels, the limit of JPEG."""
+LIMITS = f"at most {SIDE_LIMIT:,} pixels per side and {PIXEL_LIMIT:,} in total"
 
 _LEVELS: dict[str, Mapping[str, Sequence[Any]]] = {
     **noise.LEVELS,
@@ -63,7 +63,7 @@ _LEVELS: dict[str, Mapping[str, Sequence[Any]]] = {
     "jpeg_compression": digital.JPEG,
 }
 
-_WITHOUT_CHANCE: dict[str, Callable[[Tensor, Any], Tensor]] = {
+_DETERMINISTIC: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "defocus_blur": blur.defocus_blur,
     "zoom_blur": blur.zoom_blur,
     "brightness": weather.brightness,
@@ -71,27 +71,27 @@ _WITHOUT_CHANCE: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "pixelate": digital.pixelate,
     "jpeg_compression": digital.jpeg_compression,
 }
-_WITH_CHANCE: dict[str, Callable[[Tensor, Any, Draws], Tensor]] = {
+_RANDOM: dict[str, Callable[[Tensor, Any, Draws], Tensor]] = {
     "glass_blur": blur.glass_blur,
     "motion_blur": blur.blur_motion,
     "snow": weather.snow,
     "fog": weather.fog,
 }
 
-# Values worked on at once: on a CPU what stays in its caches, on a GPU what keeps it busy. Motion sorts its images by
-# direction and wants many of a kind.
+# Values processed at once: what fits the caches of a CPU, or keeps a GPU busy. Motion blur sorts images by direction
+# and is faster with many.
 _CPU_VALUES = 1 << 19
 _CPU_VALUES_OF = {"motion_blur": 1 << 21, "snow": 1 << 21}
 _GPU_VALUES = 1 << 25
 
 
 def severity_level(name: str, severity: int, scale: Literal["cifar", "imagenet"]) -> Any:
-    """The published parameters of a corruption: a number, or a tuple in the order its function documents.
+    """Return the published parameters of a corruption: a number, or a tuple in the order that its function documents.
 
     Args:
         name: One of `CORRUPTIONS`.
         severity: 1 to 5.
-        scale: Whose parameters, "cifar" or "imagenet".
+        scale: "cifar" or "imagenet", the data set of the parameters.
     """
     _check_choice(name, severity)
     if scale not in ("cifar", "imagenet"):
@@ -100,7 +100,7 @@ def severity_level(name: str, severity: int, scale: Literal["cifar", "imagenet"]
 
 
 def resolve_scale(scale: Scale, height: int, width: int) -> Literal["cifar", "imagenet"]:
-    """Whose parameters images of a size get: with "auto", CIFAR's below a short side of 64 and ImageNet's from there.
+    """Resolve "auto": CIFAR's parameters below a short side of 64 pixels, ImageNet's otherwise.
 
     Args:
         scale: "auto", "cifar" or "imagenet".
@@ -128,24 +128,22 @@ def corrupt(
     """Corrupt a batch of images.
 
     Args:
-        images: uint8, or float in 0 to 1 (taken to the nearest 8-bit value), `(N, C, H, W)` with one channel or three,
-            on any device.
+        images: uint8, or float in [0, 1] (rounded to 8 bits), `(N, C, H, W)` with one channel or three, on any device.
         name: One of `CORRUPTIONS`.
         severity: 1 to 5.
-        seed: What the draws depend on besides the image's number.
-        samples: The images' numbers, integers `(N,)`; 0 to N - 1 if not given.
-        scale: Whose parameters: "cifar", "imagenet", or "auto" by the images' size (see `resolve_scale`).
-        frost: Frost photographs, uint8 `(3, h, w)` each, as `testtime.data.read_frost` reads them; procedural
-            textures if not given.
-        chunk: Images worked on at once; bounds the memory used in addition to the images and the result. If not
-            given, by their size.
+        seed: Seed of the draws.
+        samples: Sample indices, which the draws also depend on, integers `(N,)`; None: 0 to N - 1.
+        scale: Parameters of "cifar" or "imagenet", or "auto" by the images' size (see `resolve_scale`).
+        frost: Frost photographs, uint8 `(3, h, w)` each, as read by `testtime.data.read_frost`; None: procedural
+            textures.
+        chunk: Images processed at once, which bounds the additional memory; None: chosen by their size.
 
     Returns:
         uint8 of the same shape on the same device.
 
     Raises:
-        ValueError: If an argument is not one of the above, or the images are larger than `fits` allows.
-        TypeError: If the images are neither uint8 nor floating point.
+        ValueError: An argument is invalid, or the images are larger than `fits` allows.
+        TypeError: The images are neither uint8 nor floating point.
     """
     result = torch.empty(images.shape, dtype=torch.uint8, device=images.device)
     for part, block in corrupt_chunks(
@@ -167,7 +165,7 @@ def corrupt_chunks(
     chunk: int | None = None,
     device: torch.device | str | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Corrupt a set of images chunk by chunk, without holding the result.
+    """Corrupt a set of images chunk by chunk, without holding the result in memory.
 
     Args:
         images: As for `corrupt`.
@@ -178,10 +176,10 @@ def corrupt_chunks(
         scale: As for `corrupt`.
         frost: As for `corrupt`.
         chunk: As for `corrupt`.
-        device: Where to work; the images' own if not given. Chunks come back on the images' device.
+        device: Device to compute on; None: that of the images. Chunks are returned on the images' device.
 
     Yields:
-        The chunk's slice of the set, and its corrupted images, uint8 `(n, C, H, W)`.
+        The slice of the chunk, and its corrupted images, uint8 `(n, C, H, W)`.
     """
     _check_choice(name, severity)
     _check_images(images)
@@ -193,14 +191,14 @@ def corrupt_chunks(
     level = _LEVELS[name][resolved][severity - 1]
     where = images.device if device is None else torch.device(device)
     if where.type == "mps":
-        where = torch.device("cpu")  # exact sums need float64, which mps has not
+        where = torch.device("cpu")  # exact sums need float64, which mps does not support
     with _plain(where):
         textures = frost_textures(resolved, frost, where) if name == "frost" else ()
     values = _CPU_VALUES_OF.get(name, _CPU_VALUES) if where.type == "cpu" else _GPU_VALUES
     step = chunk or max(1, values // (channels * height * width))
     for start in range(0, count, step):
         part = slice(start, min(start + step, count))
-        with _plain(where):  # not around the yield: what the caller does there is the caller's
+        with _plain(where):  # not around the yield, where the caller's settings apply
             pixels = _eight_bits(images[part].to(where)).to(torch.float32)
             draws = Draws.of(seed, samples[part].to(where)).purpose(name).fold(severity)
             block = _finish(_apply(pixels, name, level, resolved, draws, textures)).to(images.device)
@@ -208,22 +206,22 @@ def corrupt_chunks(
 
 
 def corrupt_noise(images: Tensor, name: noise.NoiseName, strength: Tensor, draws: Draws) -> Tensor:
-    """Add one of the three noises, each image with a strength of its own.
+    """Add one of the three noises, with a separate strength per image.
 
-    The strength is what `severity_level` gives for these: the standard deviation of gaussian noise, the photons at
-    full white of shot noise (less is noisier), the share of values that impulse noise replaces.
+    The strength is on the scale of `severity_level`: the standard deviation of Gaussian noise, the photons at full
+    white of shot noise (fewer are noisier), the fraction of values that impulse noise replaces.
 
     Args:
-        images: uint8, or float in 0 to 1, `(N, C, H, W)`.
+        images: uint8, or float in [0, 1], `(N, C, H, W)`.
         name: "gaussian_noise", "shot_noise" or "impulse_noise".
-        strength: One for each image, `(N,)`.
-        draws: One stream for each image, keys `(N,)`.
+        strength: One per image, `(N,)`.
+        draws: One stream per image, keys `(N,)`.
 
     Returns:
         uint8 `(N, C, H, W)`.
 
     Raises:
-        ValueError: If the name, a shape or a strength is not one of the above.
+        ValueError: The name, a shape or a strength is invalid.
     """
     if name not in noise.NOISES:
         raise ValueError(f"`name` must be one of {', '.join(noise.NOISES)}, got {name!r}.")
@@ -245,23 +243,23 @@ def corrupt_noise(images: Tensor, name: noise.NoiseName, strength: Tensor, draws
 
 @contextlib.contextmanager
 def _plain(device: torch.device) -> Iterator[None]:
-    """Neither gradients nor a caller's autocast: half precision would spoil 8-bit values.
+    """Disable gradients, autocast, whose half precision would change 8-bit values, and inference mode.
 
-    Nor the caller's inference mode: what is cached here is used outside of it too.
+    Tensors cached within the context are used outside of the caller's inference mode too.
     """
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
 def _apply(pixels: Tensor, name: str, level: Any, scale: str, draws: Draws, textures: Sequence[Tensor]) -> Tensor:
-    """One corruption of float pixels that are whole numbers 0 to 255, `(N, C, H, W)`."""
+    """Apply a corruption to float pixels, integers from 0 to 255, `(N, C, H, W)`."""
     if name in noise.NOISES:
         strength = torch.full((len(pixels),), float(level), dtype=torch.float32, device=pixels.device)
         return noise.NOISES[name](pixels, strength, draws)
-    if name in _WITHOUT_CHANCE:
-        return _WITHOUT_CHANCE[name](pixels, level)
-    if name in _WITH_CHANCE:
-        return _WITH_CHANCE[name](pixels, level, draws)
+    if name in _DETERMINISTIC:
+        return _DETERMINISTIC[name](pixels, level)
+    if name in _RANDOM:
+        return _RANDOM[name](pixels, level, draws)
     if name == "frost":
         return weather.frost(pixels, level, draws, textures)
     sizes = digital.elastic_sizes(level, scale, min(pixels.shape[-2:]))
@@ -269,7 +267,7 @@ def _apply(pixels: Tensor, name: str, level: Any, scale: str, draws: Draws, text
 
 
 def _finish(pixels: Tensor) -> Tensor:
-    """Clip and truncate to 8 bits as published, in place; what is whole but for rounding must not fall below it."""
+    """Clip and truncate to 8 bits as published, in place; the offset protects integers from rounding errors."""
     return pixels.add_(2**-10).clamp_(0, 255).to(torch.uint8)
 
 
@@ -288,7 +286,7 @@ def _check_choice(name: str, severity: int) -> None:
 
 def _check_images(images: Tensor) -> None:
     if images.dtype != torch.uint8 and not images.is_floating_point():
-        raise TypeError(f"`images` must be uint8, or floating point in 0 to 1, got {images.dtype}.")
+        raise TypeError(f"`images` must be uint8, or floating point in [0, 1], got {images.dtype}.")
     if images.ndim != 4 or images.shape[1] not in (1, 3):
         raise ValueError(f"`images` must be (N, C, H, W) with 1 or 3 channels, got shape {tuple(images.shape)}.")
     if min(images.shape[-2:]) < 1:
@@ -298,7 +296,7 @@ def _check_images(images: Tensor) -> None:
 
 
 def fits(height: int, width: int) -> bool:
-    """Whether images of a size are within the limits: at most `SIDE_LIMIT` pixels a side and `PIXEL_LIMIT` in all."""
+    """Whether a size is within the limits: at most `SIDE_LIMIT` pixels per side and `PIXEL_LIMIT` in total."""
     return max(height, width) <= SIDE_LIMIT and height * width <= PIXEL_LIMIT
 
 
@@ -308,5 +306,5 @@ def _numbers(samples: Tensor | None, count: int) -> Tensor:
     if samples.is_floating_point() or samples.dtype == torch.bool:
         raise TypeError(f"`samples` must be integers, got {samples.dtype}.")
     if samples.shape != (count,):
-        raise ValueError(f"`samples` must have one number for each of {count} images, got {tuple(samples.shape)}.")
+        raise ValueError(f"`samples` must have one index for each of {count} images, got {tuple(samples.shape)}.")
     return samples

@@ -1,7 +1,7 @@
-"""Large images strip by strip, so that corrupting a picture takes memory in proportion to the picture.
+"""Process large images in strips, so that memory stays proportional to the image.
 
-What a corruption draws for a pixel is a function of the pixel's position (`testtime.randomness`), so rows that are
-computed by themselves are, bit for bit, the rows of the whole.
+The random numbers of a pixel depend only on its position (`testtime.randomness`), so rows computed separately are
+bit-identical to those of the whole.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from testtime.randomness import GOLDEN, Draws
 
-# Values in a strip: above what `registry` works on at once, so that only a single large image is ever split.
+# Values per strip; more than `registry` processes at once, so that only a single large image is ever split.
 _CPU_VALUES = 1 << 22
 _GPU_VALUES = 1 << 25
 
 
 def split_rows(height: int, row_values: int, device: torch.device) -> list[slice]:
-    """The strips of an image as slices of its rows.
+    """Split the rows of an image into strips.
 
     Args:
         height: Rows of the image.
         row_values: Values in a row of the batch, N·C·W.
-        device: Where they are worked on.
+        device: The device that processes them.
     """
     limit = _CPU_VALUES if device.type == "cpu" else _GPU_VALUES
     step = max(1, limit // max(1, row_values))
@@ -33,12 +33,12 @@ def split_rows(height: int, row_values: int, device: torch.device) -> list[slice
 
 
 def by_strips(shape: Sequence[int], device: torch.device, work: Callable[[slice], Tensor]) -> Tensor:
-    """Images made in strips.
+    """Compute images in strips.
 
     Args:
         shape: `(N, C, H, W)` of the images.
-        device: Where they are.
-        work: Makes some rows of them: a slice of 0..H-1 → float32 `(N, C, rows, W)`.
+        device: Their device.
+        work: Computes some rows: a slice of 0..H-1 → float32 `(N, C, rows, W)`.
 
     Returns:
         Float32 `(N, C, H, W)`.
@@ -54,18 +54,18 @@ def by_strips(shape: Sequence[int], device: torch.device, work: Callable[[slice]
 
 
 def skip(draws: Draws, count: int) -> Draws:
-    """The same streams after `count` hashes; an integer or uniform number takes one, two normal numbers share one."""
+    """Advance streams by `count` hashes; an integer or uniform number takes one, two normal numbers share one."""
     return Draws(draws.keys + torch.tensor(count, dtype=torch.int64, device=draws.keys.device) * GOLDEN)
 
 
 def draw_rows(kind: Literal["uniform", "normal"], draws: Draws, shape: Sequence[int], rows: slice) -> Tensor:
-    """Some rows of the numbers that `draws.uniform(*shape)` or `draws.normal(*shape)` gives.
+    """Return some rows of `draws.uniform(*shape)` or `draws.normal(*shape)`.
 
     Args:
-        kind: Which of the two.
-        draws: One stream for each image, keys `(N,)`.
+        kind: The distribution.
+        draws: One stream per image, keys `(N,)`.
         shape: `(C, H, W)`.
-        rows: Which of the H rows.
+        rows: A slice of the H rows.
 
     Returns:
         Float32 `(N, C, rows, W)`.

@@ -1,4 +1,4 @@
-"""The four kinds of weather: snow, frost, fog and brightness."""
+"""The four weather corruptions: snow, frost, fog and brightness."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from testtime.corruptions.frost import cut_textures, enlarged_size
 from testtime.corruptions.strips import by_strips, draw_rows, split_rows
 from testtime.randomness import GOLDEN, Draws
 
-# (mean, deviation, zoom, threshold) of the flakes, (radius, deviation) of their motion, share of the original image
+# (mean, deviation, zoom, threshold) of the flakes, (radius, deviation) of their motion, weight of the original image
 SNOW = {
     "cifar": (
         (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
@@ -29,7 +29,7 @@ SNOW = {
         (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
     ),
 }
-# (share of the image, share of the frost)
+# (weight of the image, weight of the frost)
 FROST = {
     "cifar": ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
     "imagenet": ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)),
@@ -39,18 +39,18 @@ FOG = {
     "cifar": ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
     "imagenet": ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
 }
-# added to the value of HSV
+# added to the HSV value
 BRIGHTNESS = {"cifar": (0.05, 0.1, 0.15, 0.2, 0.3), "imagenet": (0.1, 0.2, 0.3, 0.4, 0.5)}
 
 
 def snow(images: Tensor, level: tuple[float, float, float, float, int, float, float], draws: Draws) -> Tensor:
-    """Whiten an image and let flakes fall over it, from both sides.
+    """Whiten an image and add motion-blurred flakes, once as drawn and once rotated by 180°.
 
     Args:
-        images: Float pixels, whole numbers 0 to 255, `(N, C, H, W)`.
-        level: Mean, deviation, zoom and threshold of the flakes, radius and deviation of their motion, and the share
+        images: Float pixels, integers from 0 to 255, `(N, C, H, W)`.
+        level: Mean, deviation, zoom and threshold of the flakes, radius and deviation of their motion, and the weight
             of the image that is not whitened.
-        draws: One stream for each image, keys `(N,)`.
+        draws: One stream per image, keys `(N,)`.
 
     Returns:
         Float pixels `(N, C, H, W)`.
@@ -79,7 +79,7 @@ def snow(images: Tensor, level: tuple[float, float, float, float, int, float, fl
 
 
 def gray(images: Tensor) -> Tensor:
-    """The luma of colour images (ITU-R BT.601), `(N, 3, H, W)` or `(N, 1, H, W)` → `(N, 1, H, W)`."""
+    """Convert images to luma (ITU-R BT.601), `(N, 3, H, W)` or `(N, 1, H, W)` → `(N, 1, H, W)`."""
     if images.shape[1] == 1:
         return images
     red, green, blue = images.unbind(1)
@@ -87,13 +87,13 @@ def gray(images: Tensor) -> Tensor:
 
 
 def frost(images: Tensor, level: tuple[float, float], draws: Draws, textures: Sequence[Tensor]) -> Tensor:
-    """Add a random cut of one of five frost textures, enlarged where an image would not fit into it.
+    """Add a random crop of one of the frost textures, enlarged if an image does not fit into it.
 
     Args:
         images: Float pixels 0 to 255, `(N, C, H, W)`.
-        level: Share of the image and share of the frost.
-        draws: One stream for each image, keys `(N,)`.
-        textures: Five of uint8 `(3, h, w)` on the images' device.
+        level: Weight of the image and of the frost.
+        draws: One stream per image, keys `(N,)`.
+        textures: uint8 `(3, h, w)` each, on the images' device.
 
     Returns:
         Float pixels `(N, C, H, W)`.
@@ -119,22 +119,22 @@ def frost(images: Tensor, level: tuple[float, float], draws: Draws, textures: Se
     return by_strips(images.shape, device, cover)
 
 
-# The clouds' extremes are those of their whole square, as published, unless that has this many times the image's
-# pixels and more than a million: a long thin picture would otherwise cost as much as the square over its long side.
+# Clouds are scaled by the extremes of their whole square, as published, unless that has over a million pixels and this
+# many times those of the image: an elongated image would otherwise cost as much as the square over its long side.
 _SQUARE_RATIO, _SQUARE_PIXELS = 16, 1 << 20
 
 
 def plasma(draws: Draws, size: int, decay: float, shape: tuple[int, int] | None = None) -> Tensor:
-    """Clouds by the diamond-square fractal on a torus.
+    """Generate clouds with the diamond-square fractal on a torus.
 
     Args:
-        draws: One stream for each map, keys `(N,)`.
+        draws: One stream per map, keys `(N,)`.
         size: Side of the maps, a power of two.
-        decay: The amplitude's divisor at each halving of the step; larger is smoother.
-        shape: Height and width of the upper left part that is wanted; None is all of it.
+        decay: The amplitude is divided by this at each halving of the step; larger is smoother.
+        shape: Height and width of the upper left part to return; None: the whole map.
 
     Returns:
-        Float32 `(N, *shape)`; the whole map, or for a long thin part that part, reaches from 0 to 1.
+        Float32 `(N, *shape)`; the whole map, or an elongated part by itself, is scaled to [0, 1].
     """
     height, width = shape or (size, size)
     whole = size * size <= max(_SQUARE_RATIO * height * width, _SQUARE_PIXELS)
@@ -152,10 +152,10 @@ def plasma(draws: Draws, size: int, decay: float, shape: tuple[int, int] | None 
 
 
 def _plasma_window(draws: Draws, size: int, decay: float, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-    """The raw fractal in a window of the torus: from the coarsest grid to the finest, only what the window hangs on.
+    """Compute the raw fractal in a window of the torus, at each level only the points that the window depends on.
 
     Args:
-        draws: One stream for each map, keys `(N,)`.
+        draws: One stream per map, keys `(N,)`.
         size: Side of the torus, a power of two.
         decay: As in `plasma`.
         rows: First row and the one after the last.
@@ -164,7 +164,7 @@ def _plasma_window(draws: Draws, size: int, decay: float, rows: tuple[int, int],
     Returns:
         Float32 `(N, rows, columns)`.
     """
-    # A point of a grid hangs on the points of the next coarser one from half its index - 1 to half its index + 1.
+    # A point depends on the points of the next coarser grid from half its index - 1 to half its index + 1.
     windows = [(rows, columns)]
     for _ in range(size.bit_length() - 1):
         down, across = ((first // 2 - 1, (last - 1) // 2 + 2) for first, last in windows[-1])
@@ -173,11 +173,11 @@ def _plasma_window(draws: Draws, size: int, decay: float, rows: tuple[int, int],
     field = torch.zeros((len(draws.keys), bottom - top, right - left), dtype=torch.float32, device=draws.keys.device)
     half, amplitude = size // 2, 100.0
     while windows:
-        # The finer grid: squares at even positions, corners at odd ones; it begins at (2·top + 1, 2·left + 1).
+        # The finer grid starts at (2·top + 1, 2·left + 1): squares at even positions, corners at odd ones.
         height, width = 2 * field.shape[1] - 3, 2 * field.shape[2] - 3
         noise = _noise_at(draws, size, (2 * top + 1, height), (2 * left + 1, width), half)
-        noise *= amplitude * amplitude  # the published program applies the amplitude twice
-        pairs = field[:, :-1] + field[:, 1:]  # one above the other
+        noise *= amplitude * amplitude  # the published code applies the amplitude twice
+        pairs = field[:, :-1] + field[:, 1:]  # vertical neighbours
         squares = (pairs[..., :-1] + pairs[..., 1:]) / 4 + noise[:, ::2, ::2]
         across = field[:, 1:-1, :-1] + field[:, 1:-1, 1:]
         finer = torch.empty_like(noise)
@@ -193,14 +193,14 @@ def _plasma_window(draws: Draws, size: int, decay: float, rows: tuple[int, int],
 
 
 def _noise_at(draws: Draws, size: int, rows: tuple[int, int], columns: tuple[int, int], step: int) -> Tensor:
-    """Uniform numbers in ±1 on a grid of the torus, each that of its point, float32 `(N, rows, columns)`.
+    """Draw uniform numbers in ±1 on a grid of the torus, a function of the point, float32 `(N, rows, columns)`.
 
     Args:
-        draws: One stream for each map, keys `(N,)`.
+        draws: One stream per map, keys `(N,)`.
         size: Side of the torus.
-        rows: First row of the grid in steps, and their number.
+        rows: First row of the grid in steps, and number of rows.
         columns: Likewise.
-        step: Distance of the grid's points.
+        step: Distance between the points of the grid.
     """
     device = draws.keys.device
     down = (torch.arange(rows[0], sum(rows), device=device) * step) % size
@@ -210,12 +210,12 @@ def _noise_at(draws: Draws, size: int, rows: tuple[int, int], columns: tuple[int
 
 
 def fog(images: Tensor, level: tuple[float, float], draws: Draws) -> Tensor:
-    """Lay clouds over an image and scale it back to its own brightest value.
+    """Add clouds to an image and scale it back to its original maximum.
 
     Args:
         images: Float pixels 0 to 255, `(N, C, H, W)`.
         level: Strength of the fog and decay of its fractal.
-        draws: One stream for each image, keys `(N,)`.
+        draws: One stream per image, keys `(N,)`.
 
     Returns:
         Float pixels `(N, C, H, W)`.
@@ -234,11 +234,11 @@ def fog(images: Tensor, level: tuple[float, float], draws: Draws) -> Tensor:
 
 
 def brightness(images: Tensor, level: float) -> Tensor:
-    """Raise the value of HSV and keep hue and saturation: that scales a pixel's channels alike.
+    """Raise the HSV value at constant hue and saturation, which scales a pixel's channels alike.
 
     Args:
         images: Float pixels 0 to 255, `(N, C, H, W)`.
-        level: What is added to the value, of full white.
+        level: Added to the value, as a fraction of full white.
 
     Returns:
         Float pixels `(N, C, H, W)`.

@@ -1,12 +1,12 @@
-"""Data sets: numbered uint8 images and labels, read by the chunk.
+"""Data sets: uint8 images and labels, read in chunks.
 
     test_set = testtime.data.open("cifar10-c/fog/5")
     for numbers, images, labels in test_set.chunks(256): ...
 
-`open` takes a name: `digits` is bundled, `cifar10`, `cifar10-c`, `cifar10.1`, `imagenet`, `imagenet-c`, `vid-robust`
+`open` takes a name: `digits` is bundled; `cifar10`, `cifar10-c`, `cifar10.1`, `imagenet`, `imagenet-c`, `vid-robust`
 and `vid-cifar7` are read from their official files, `folder` from any folder of pictures; corrupted and gradually
-noisier sets are generated from these where no files are. `TestSet` is what the rest of the package reads. A set of your
-own is a `Family` in `families.FAMILIES`.
+noisier sets are generated from these if there are no files. `TestSet` is the interface for the rest of the package. To
+add a data set, add a `Family` to `families.FAMILIES`.
 """
 
 from testtime.data.corrupt_arrays import corrupt_cifar

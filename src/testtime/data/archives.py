@@ -1,4 +1,4 @@
-"""Tar archives that nobody vouches for: plain files with harmless names, within limits, read piece by piece."""
+"""Read untrusted tar archives piece by piece: regular files with safe names, within limits."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from testtime.data.sets import DataError, as_data_errors
 from testtime.storage import check_file, error_text
 
 _PIECE = 1 << 18
-_HEADERS = 1 << 20  # bytes that the headers of one member may take
+_HEADERS = 1 << 20  # maximum bytes of the headers of one member
 _LONGEST_NAME = 200
 
 
 def read_archive(path: Path, files: int, size: int) -> Iterator[tuple[str, int, bytes]]:
-    """The plain files of a tar archive, compressed with gzip or not.
+    """Read the files of a tar archive, with or without gzip compression.
 
     Args:
         path: The archive.
-        files: The most members to accept.
-        size: The most bytes to accept in all of them together.
+        files: Maximum number of members.
+        size: Maximum total size of the members in bytes.
 
     Yields:
-        A file's name, where in the file a piece begins, and the piece; a file without content has one empty piece.
+        A file's name, the offset of a piece in the file, and the piece; an empty file has one empty piece.
 
     Raises:
-        DataError: The archive is damaged, beyond the limits, or holds something else than files and folders, a name
-            that leads out of it, or a name twice.
+        DataError: The archive is damaged, exceeds the limits, or holds anything but files and folders, a name that
+            leads out of it, or a name twice.
     """
     with as_data_errors():
         check_file(path)
@@ -48,15 +48,15 @@ def read_archive(path: Path, files: int, size: int) -> Iterator[tuple[str, int, 
                 metered.allowance = _HEADERS
     except DataError:
         raise
-    except Exception as error:  # tarfile, gzip and zlib each have their own errors for damage
+    except Exception as error:  # tarfile, gzip and zlib raise various errors on damage
         raise DataError(path, f"not a readable archive ({error_text(error)})") from None
 
 
 class _Metered:
-    """A file that is read only so far: a header may promise anything, and a few bytes unpack to gigabytes.
+    """A file with limits on reading: headers may lie, and a few bytes may decompress to gigabytes.
 
     Attributes:
-        allowance: Bytes that may be read until it is set anew.
+        allowance: Bytes that may be read before it is reset.
     """
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
@@ -82,7 +82,7 @@ class _Metered:
 
 @contextlib.contextmanager
 def _plain(raw: BinaryIO) -> Iterator[BinaryIO]:
-    """What a file holds, uncompressed."""
+    """Open a file for reading, decompressed."""
     packed = raw.read(2) == b"\x1f\x8b"
     raw.seek(0)
     if not packed:
@@ -93,7 +93,7 @@ def _plain(raw: BinaryIO) -> Iterator[BinaryIO]:
 
 
 def _members(tar: tarfile.TarFile, path: Path, metered: _Metered, files: int, size: int) -> Iterator[tarfile.TarInfo]:
-    """The members that are files, every member checked."""
+    """Yield the members that are files, after checking every member."""
     found: set[PurePosixPath] = set()
     folders: set[PurePosixPath] = set()
     count = total = 0
@@ -124,9 +124,9 @@ def _members(tar: tarfile.TarFile, path: Path, metered: _Metered, files: int, si
 
 
 def _pieces(tar: tarfile.TarFile, member: tarfile.TarInfo, metered: _Metered) -> Iterator[tuple[str, int, bytes]]:
-    """The content of a member with its name and position."""
+    """Yield the name, offsets and pieces of a member."""
     file = tar.extractfile(member)
-    assert file is not None  # it is a plain file
+    assert file is not None  # a regular file
     start, name = 0, str(PurePosixPath(member.name))
     while True:
         metered.allowance = _HEADERS

@@ -1,7 +1,7 @@
-"""`.npy` arrays of whole numbers, memory-mapped.
+"""Memory-mapped `.npy` arrays of integers.
 
-The header is a line of text in which numpy accepts far more than these data sets have; here it must be just what numpy
-writes for a plain array, and the file exactly as long as it says.
+numpy accepts far more in the header than these data sets need; here it must be exactly what numpy writes for a plain
+array, and the file must have the size that it implies.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _HEADER = re.compile(
 
 
 def map_array(path: Path, tree: Path, shape: Sequence[int | None], integers: bool = False) -> np.ndarray:
-    """An array file, memory-mapped and checked.
+    """Map an array file into memory and check it.
 
     Args:
         path: The `.npy` file.
-        tree: The folder that it must not lead out of.
-        shape: What its shape must be; None stands for any length.
-        integers: Accept every integer type instead of uint8 alone.
+        tree: The folder that must contain it, links resolved.
+        shape: The expected shape; None: any length.
+        integers: Accept any integer dtype, not only uint8.
 
     Raises:
         DataError: It is missing, damaged, or another kind of array.
@@ -47,7 +47,7 @@ def map_array(path: Path, tree: Path, shape: Sequence[int | None], integers: boo
         wanted = "(" + ", ".join("N" if length is None else str(length) for length in shape) + ")"
         raise DataError(path, f"has shape {found} instead of {wanted}")
     if not (kind == np.uint8 or (integers and kind.kind in "iu")):
-        raise DataError(path, f"has {kind} numbers instead of {'integers' if integers else 'uint8'}")
+        raise DataError(path, f"has dtype {kind} instead of {'integers' if integers else 'uint8'}")
     length = offset + math.prod(found) * kind.itemsize
     if path.stat().st_size != length:
         raise DataError(path, f"not a plain .npy array ({path.stat().st_size:,} bytes; its header says {length:,})")
@@ -57,11 +57,11 @@ def map_array(path: Path, tree: Path, shape: Sequence[int | None], integers: boo
 
 
 def _read_header(path: Path) -> tuple[tuple[int, ...], np.dtype, Literal["C", "F"], int]:
-    """Shape, type of the numbers, "C" or "F" order, and where the numbers begin."""
+    """Return shape, dtype, "C" or "F" order, and the offset of the data."""
     with open(path, "rb") as file:
         start = file.read(8)
         if start[:6] != _MAGIC or start[6:] not in (b"\1\0", b"\2\0", b"\3\0"):
-            raise DataError(path, "not a plain .npy array (it begins like something else)")
+            raise DataError(path, "not a plain .npy array (wrong magic number)")
         form = "<H" if start[6] == 1 else "<I"
         field = file.read(struct.calcsize(form))
         length = struct.unpack(form, field)[0] if len(field) == struct.calcsize(form) else 0

@@ -1,8 +1,8 @@
-"""CIFAR-10, CIFAR-10-C and CIFAR-10.1: the paper's sections on corrupted images and on unknown shifts.
+"""CIFAR-10, CIFAR-10-C and CIFAR-10.1 (paper, the sections on corrupted images and on unknown shifts).
 
-CIFAR-10 is read from the official binary or python version, extracted or still in its archive; CIFAR-10-C from the
-official arrays, or made from CIFAR-10 by `testtime.corruptions` where they are absent. Files are memory-mapped, and
-checked when a set is opened: a damaged one gives an error that names it.
+CIFAR-10 is read from the official binary or python version, extracted or in its archive; CIFAR-10-C from the official
+arrays, or generated from CIFAR-10 by `testtime.corruptions` if they are absent. Files are memory-mapped, and validated
+when a set is opened.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ CORRUPTED = "CIFAR-10-C"
 SIZES_10_1: dict[Literal["v4", "v6"], int] = {"v4": 2021, "v6": 2000}
 PER_FILE = 10_000
 _RECORD = 1 + 3 * 32 * 32
-_MOST_FILES, _MOST_BYTES = 100, 12 * PER_FILE * _RECORD  # of an archive; the official ones have 8 and half as many
+_MOST_FILES, _MOST_BYTES = 100, 12 * PER_FILE * _RECORD  # limits of an archive; the official ones have 8, and half
 
 
 def load(root: Root = None, split: Literal["train", "test"] = "test", partial: bool = False) -> ArraySet:
-    """CIFAR-10.
+    """Open CIFAR-10.
 
     Args:
-        root: The data root, or the extracted folder itself; see `paths.data_root`.
+        root: The data root, or the extracted folder; see `paths.data_root`.
         split: `train` (50,000) or `test` (10,000).
         partial: Accept files with fewer records than the official 10,000.
 
@@ -50,7 +50,7 @@ def load(root: Root = None, split: Literal["train", "test"] = "test", partial: b
         A set of `(3, 32, 32)` images.
 
     Raises:
-        DataError: It is not there, or a file is damaged.
+        DataError: It is missing, or a file is damaged.
     """
     if split not in ("train", "test"):
         raise ValueError(f"`split` must be 'train' or 'test', got {split!r}.")
@@ -77,7 +77,7 @@ def load(root: Root = None, split: Literal["train", "test"] = "test", partial: b
 
 
 def find(root: Root = None) -> Path | None:
-    """The folder or archive from which CIFAR-10 would be read, or None."""
+    """Return the folder or archive to read CIFAR-10 from, or None."""
     root = data_root(root)
     if (root / "test_batch.bin").is_file() or (root / "test_batch").is_file():
         return root
@@ -96,23 +96,23 @@ def load_c(
     partial: bool = False,
     frost: PathLike | None = None,
 ) -> TestSet:
-    """One corruption of CIFAR-10-C at one level.
+    """Open one corruption of CIFAR-10-C at one level.
 
     Args:
-        corruption: Its name, such as `fog`.
+        corruption: Its name, for example `fog`.
         level: 1 to 5.
-        root: The data root, or the extracted folder itself.
+        root: The data root, or the extracted folder.
         source: `official` reads the published arrays, `generated` corrupts CIFAR-10's test set with
-            `testtime.corruptions` as it is read, `auto` takes the arrays where they are.
+            `testtime.corruptions` as it is read, `auto` uses the arrays if they exist.
         seed: Seed of the generated images.
-        partial: Accept fewer images than the official 10,000 a level.
-        frost: Folder of frost photographs for generated `frost`; None takes procedural textures.
+        partial: Accept fewer images than the official 10,000 per level.
+        frost: Folder of frost photographs for generated `frost`; None: procedural textures.
 
     Returns:
-        A set of `(3, 32, 32)` images named `cifar10-c/CORRUPTION/LEVEL`; its `origin` says which of the two it is.
+        A set of `(3, 32, 32)` images named `cifar10-c/CORRUPTION/LEVEL`; its `origin` records the source.
 
     Raises:
-        DataError: Neither the arrays nor CIFAR-10 are there, or a file is damaged.
+        DataError: Both the arrays and CIFAR-10 are missing, or a file is damaged.
     """
     check_choice(corruption, level, source)
     name = f"cifar10-c/{corruption}/{level}"
@@ -141,7 +141,7 @@ def load_c(
 
 
 def find_c(root: Root = None) -> Path | None:
-    """The folder from which CIFAR-10-C would be read, or None."""
+    """Return the folder to read CIFAR-10-C from, or None."""
     root = data_root(root)
     if (root / CORRUPTED).is_dir():
         return root / CORRUPTED
@@ -149,15 +149,15 @@ def find_c(root: Root = None) -> Path | None:
 
 
 def load_10_1(root: Root = None, version: Literal["v4", "v6"] = "v6", partial: bool = False) -> ArraySet:
-    """CIFAR-10.1, new test images for CIFAR-10 (Recht et al. 2018).
+    """Open CIFAR-10.1, new test images for CIFAR-10 (Recht et al. 2018).
 
     Args:
         root: The data root, or the folder of the arrays.
-        version: `v6` (2,000 images, balanced; the paper's) or `v4` (2,021).
+        version: `v6` (2,000 images, balanced; used in the paper) or `v4` (2,021).
         partial: Accept another number of images.
 
     Raises:
-        DataError: It is not there, or a file is damaged.
+        DataError: It is missing, or a file is damaged.
     """
     if version not in SIZES_10_1:
         raise ValueError(f"`version` must be 'v4' or 'v6', got {version!r}.")
@@ -180,7 +180,7 @@ def load_10_1(root: Root = None, version: Literal["v4", "v6"] = "v6", partial: b
 
 
 def find_10_1(root: Root = None, version: str = "v6") -> Path | None:
-    """The folder from which CIFAR-10.1 would be read, or None."""
+    """Return the folder to read CIFAR-10.1 from, or None."""
     root = data_root(root)
     paths = (root / "CIFAR-10.1", root / "CIFAR-10.1" / "datasets", root)
     return next((path for path in paths if (path / f"cifar10.1_{version}_data.npy").is_file()), None)
@@ -193,7 +193,7 @@ def _check_labels(path: Path, labels: np.ndarray) -> None:
 
 
 def _read_binary(buffer: np.ndarray, path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Records of one label byte and 3,072 pixel bytes: images `(n, 3, 32, 32)` and labels `(n,)`, both views."""
+    """Return images `(n, 3, 32, 32)` and labels `(n,)`, views of records of one label byte and 3,072 pixel bytes."""
     if len(buffer) == 0 or len(buffer) % _RECORD:
         raise DataError(path, f"{len(buffer):,} bytes are not a whole number of records of {_RECORD:,}")
     records = buffer.reshape(-1, _RECORD)
@@ -201,7 +201,7 @@ def _read_binary(buffer: np.ndarray, path: Path) -> tuple[np.ndarray, np.ndarray
 
 
 def _read_python(buffer: np.ndarray, path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """A pickled batch: images `(n, 3, 32, 32)`, a view, and labels `(n,)`."""
+    """Return images `(n, 3, 32, 32)`, a view, and labels `(n,)` of a pickled batch."""
     batch = read_batch(buffer, path)
     images: Any = batch.get(b"data")
     labels: Any = batch.get(b"labels")
@@ -215,7 +215,7 @@ def _read_python(buffer: np.ndarray, path: Path) -> tuple[np.ndarray, np.ndarray
 
 
 def _buffers(source: Path, folder: str, names: Sequence[str]) -> list[tuple[Path, np.ndarray]]:
-    """The bytes of some files of the folder, or of the archive that holds it, with a path for errors."""
+    """Return the bytes of some files of the folder or its archive, each with a path for errors."""
     if source.is_file():
         return [(source / name, buffer) for name, buffer in zip(names, _unpack(source, folder, names), strict=True)]
     found = []
@@ -229,7 +229,7 @@ def _buffers(source: Path, folder: str, names: Sequence[str]) -> list[tuple[Path
 
 
 def _unpack(archive: Path, folder: str, names: Sequence[str]) -> list[np.ndarray]:
-    """Some files of an archive, in memory; nothing is written to disk."""
+    """Extract some files of an archive to memory."""
     found: dict[str, bytearray] = {}
     for name, start, content in read_archive(archive, _MOST_FILES, _MOST_BYTES):
         short = name.removeprefix(f"{folder}/")
@@ -244,7 +244,7 @@ def _unpack(archive: Path, folder: str, names: Sequence[str]) -> list[np.ndarray
 
 
 def check(parts: Sequence[str], root: Root, progress: Progress | None) -> list[str]:
-    """Faults of CIFAR-10: both splits read, their labels counted."""
+    """Check CIFAR-10: read both splits and count their labels."""
     counts: dict[Literal["train", "test"], int] = {"train": 5_000, "test": 1_000}
 
     def find_faults(split: Literal["train", "test"]) -> list[str]:
@@ -258,7 +258,7 @@ def check(parts: Sequence[str], root: Root, progress: Progress | None) -> list[s
 
 
 def check_c(parts: Sequence[str], root: Root, progress: Progress | None) -> list[str]:
-    """Faults of the arrays of CIFAR-10-C to which the parts belong."""
+    """Check the arrays of CIFAR-10-C that contain the parts."""
 
     def find_faults(corruption: str) -> list[str]:
         levels = [load_c(corruption, level, root, source="official").labels for level in SEVERITIES]
@@ -271,7 +271,7 @@ def check_c(parts: Sequence[str], root: Root, progress: Progress | None) -> list
 
 
 def check_10_1(parts: Sequence[str], root: Root, progress: Progress | None) -> list[str]:
-    """Faults of CIFAR-10.1."""
+    """Check CIFAR-10.1."""
 
     def find_faults(part: str) -> list[str]:
         _open_10_1(part, root)
@@ -292,7 +292,7 @@ def _open_10_1(part: str, root: Root, split: str = "test", **options: Any) -> Te
 
 
 def _find_fault(root: Root, path: Path) -> None:
-    if path.is_dir():  # an archive is only read when it is used or checked
+    if path.is_dir():  # reading an archive takes too long here
         load(root, "train")
         load(root, "test")
 
@@ -307,7 +307,7 @@ def _find_fault_10_1(root: Root, path: Path) -> None:
 
 
 def _remote_10_1(file: str, size: int, sha256: str) -> Remote:
-    # Their publisher gives no checksums; these are the ones TensorFlow Datasets has recorded.
+    # The publisher provides no checksums; these are those of TensorFlow Datasets.
     root = "https://raw.githubusercontent.com/modestyachts/CIFAR-10.1/master/datasets"
     return Remote(f"{root}/cifar10.1_{file}.npy", size, f"sha256:{sha256}", "CIFAR-10.1", archive=False)
 

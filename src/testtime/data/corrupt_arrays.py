@@ -30,25 +30,25 @@ def corrupt_cifar(
     chunk: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Make CIFAR-10-C of a test set: NAME.npy with the five levels one after the other, and labels.npy.
+    """Write CIFAR-10-C for a test set: one NAME.npy with the five levels concatenated per corruption, and labels.npy.
 
     Args:
         images: uint8 `(N, 3, H, W)`; CIFAR's parameters are used whatever their size.
         labels: Integers `(N,)`.
-        target: Folder to write.
-        names: Which of `CORRUPTIONS`.
-        seed: Seed of the draws; an image's number is its index.
-        frost: Folder with frost photographs; procedural textures if not given.
-        device: Where to work.
-        chunk: Images worked on at once; by their size if not given.
-        progress: Called with how many of how many images are done, first with those that are there already.
+        target: Output folder.
+        names: A subset of `CORRUPTIONS`.
+        seed: Seed of the draws.
+        frost: Folder of frost photographs; None: procedural textures.
+        device: Device to compute on.
+        chunk: Images processed at once; None: chosen by their size.
+        progress: Called with the number of images done, first with those of an earlier run, and their total.
 
     Returns:
         The target; its NAME.npy are `(5·N, H, W, 3)` uint8, labels.npy `(5·N,)`.
 
     Raises:
-        FileError: If an output cannot be written, or the target was made with other settings or images.
-        ValueError: If an argument is not one of the above.
+        FileError: An output cannot be written, or the target was made with other settings or images.
+        ValueError: An argument is invalid.
     """
     for name in names:
         severity_level(name, 1, "cifar")
@@ -73,7 +73,7 @@ def corrupt_cifar(
             progress(done, total, "")
         for name in missing:
             with whole_file(target / f"{name}.npy") as temporary, open(temporary, "wb") as file:
-                # Block after block, and not through a map of the file: there a full disk would end the process.
+                # Not memory-mapped: there, a full disk would kill the process.
                 np.lib.format.write_array_header_1_0(file, head)
                 for severity in SEVERITIES:
                     for _, block in make(images, name, severity):
@@ -92,7 +92,7 @@ def _checksum(images: Tensor) -> int:
 
 
 def _write_labels(labels: Tensor, path: Path) -> None:
-    """Write the labels once for each severity."""
+    """Write the labels, repeated for each severity."""
     kind = np.uint8 if not len(labels) or int(labels.max()) < 256 else np.int64
     with whole_file(path) as temporary, open(temporary, "wb") as file:
         np.save(file, np.tile(labels.cpu().numpy().astype(kind), len(SEVERITIES)), allow_pickle=False)

@@ -1,4 +1,4 @@
-"""Corrupt one picture on disk; what is written, pictures and folders, is written whole or not at all."""
+"""Corrupt a picture file; shared functions for corrupting folders. All files are written atomically."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from testtime.storage import (
 
 _SETTINGS = "corruption.json"
 WRITABLE = tuple(sorted(SUFFIXES - {".gif"}))
-"""Suffixes of the pictures that can be corrupted and written; a GIF would lose most of its colours."""
+"""Suffixes of the supported output formats; GIF would lose most colours."""
 
 
 def read_picture(path: PathLike) -> Image.Image:
-    """Open a picture in colour, or in gray if it is gray, upright; transparent parts become white.
+    """Open a picture in RGB or, if it is gray, in gray; upright, with transparent parts in white.
 
     Raises:
-        FileError: If it is no picture, damaged, or too large.
+        FileError: It is not a picture, damaged, or too large.
     """
     picture = open_picture(path)
     if not fits(picture.height, picture.width):
@@ -46,19 +46,19 @@ def read_picture(path: PathLike) -> Image.Image:
 
 
 def picture_tensor(picture: Image.Image) -> Tensor:
-    """The pixels of a gray or colour picture, uint8 `(C, H, W)`."""
+    """Convert a gray or RGB picture to a uint8 tensor `(C, H, W)`."""
     pixels = torch.from_numpy(np.array(picture))
     return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
 
 
 def tensor_picture(pixels: Tensor) -> Image.Image:
-    """The picture of uint8 pixels `(C, H, W)`."""
+    """Convert a uint8 tensor `(C, H, W)` to a picture."""
     array = pixels.permute(1, 2, 0).contiguous().cpu().numpy()
     return Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
 
 
 def cut_middle(picture: Image.Image) -> Image.Image:
-    """ImageNet's usual cut: short side to 256, then the middle 224 × 224, in colour."""
+    """Apply ImageNet's usual crop: resize the short side to 256, crop the centre 224 × 224, in RGB."""
     width, height = picture.size
     short = min(width, height)
     size = (int(256 * width / short), int(256 * height / short))
@@ -68,15 +68,15 @@ def cut_middle(picture: Image.Image) -> Image.Image:
 
 
 def save_picture(picture: Image.Image, path: PathLike, quality: int = 95) -> None:
-    """Write a picture whole or not at all, in the format of its suffix.
+    """Write a picture atomically, in the format of its suffix.
 
     Raises:
-        FileError: If the suffix is not that of a format, or the file cannot be written.
+        FileError: The suffix is not supported, or the file cannot be written.
     """
     target = Path(path)
     kind = Image.registered_extensions().get(target.suffix.lower())
     if kind is None or target.suffix.lower() not in WRITABLE:
-        raise FileError(target, "not the name of a picture", f"end it in one of {', '.join(WRITABLE)}")
+        raise FileError(target, "not the name of a picture", f"use one of the suffixes {', '.join(WRITABLE)}")
     try:
         with whole_file(target) as temporary:
             picture.save(temporary, kind, quality=quality)
@@ -99,22 +99,22 @@ def corrupt_file(
     """Corrupt one picture.
 
     Args:
-        source: The picture to read.
-        target: The picture to write; its suffix is its format. An existing file is replaced.
+        source: Input file.
+        target: Output file; its suffix determines the format. An existing file is replaced.
         name: One of `CORRUPTIONS`.
         severity: 1 to 5.
         seed: Seed of the draws.
-        number: The picture's number in its set, on which its draws depend too.
-        scale: Whose parameters: "cifar", "imagenet", or "auto" by the picture's size.
-        frost: Folder with frost photographs; procedural textures if not given.
-        device: Where to work.
+        number: Sample index, which the draws also depend on.
+        scale: Parameters of "cifar" or "imagenet", or "auto" by the picture's size.
+        frost: Folder of frost photographs; None: procedural textures.
+        device: Device to compute on.
 
     Returns:
         The target.
 
     Raises:
-        FileError: If the source cannot be read, the target cannot be written, or they are the same file.
-        ValueError: If an argument is not one of the above.
+        FileError: The source cannot be read, the target cannot be written, or they are the same file.
+        ValueError: An argument is invalid.
     """
     severity_level(name, severity, "cifar")
     source, target = Path(source), Path(target)
@@ -129,39 +129,39 @@ def corrupt_file(
 
 
 def check_apart(source: PathLike, target: PathLike) -> None:
-    """Make sure that writing a file does not write over the one it is made of.
+    """Check that an output does not overwrite its input.
 
     Raises:
         FileError: They are the same file.
     """
     same = os.path.realpath(source) == os.path.realpath(target)
-    with contextlib.suppress(OSError):  # where one of them does not exist, they are not one
+    with contextlib.suppress(OSError):  # one of them does not exist
         same = same or os.path.samefile(source, target)
     if same:
-        raise FileError(target, "the input itself", "write the output somewhere else")
+        raise FileError(target, "the input itself", "choose another output")
 
 
 @contextlib.contextmanager
 def name_in_memory_errors(path: PathLike) -> Iterator[None]:
-    """Let a lack of memory leave as a `FileError` that names the picture at work."""
+    """Convert out-of-memory errors to a `FileError` that names the picture."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # torch has a class of its own for a GPU, and none for the CPU.
+        # On the CPU, torch raises a plain RuntimeError.
         lacking = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
         if not lacking:
             raise
-        raise FileError(path, "too large for the memory that is left") from None
+        raise FileError(path, "too large for the available memory") from None
 
 
 def frost_setting(frost: PathLike | None) -> str | None:
-    """What a folder's settings say of the frost."""
+    """Return the entry for the frost in the settings of a folder."""
     return None if frost is None else str(Path(frost).resolve())
 
 
 @contextlib.contextmanager
 def hold_target(target: Path, settings: dict[str, object]) -> Iterator[None]:
-    """Hold a folder that was made with the same settings or is new, less what a killed process was writing."""
+    """Lock a folder that is new or was made with the same settings, and remove partial files of killed processes."""
     try:
         with hold_folder(target):
             _agree(target, settings)
@@ -172,7 +172,7 @@ def hold_target(target: Path, settings: dict[str, object]) -> Iterator[None]:
 
 
 def _agree(target: Path, settings: dict[str, object]) -> None:
-    """Note the settings in a new folder; refuse one that was made with others."""
+    """Write the settings to a new folder; raise an error for one that was made with others."""
     note = target / _SETTINGS
     if note.is_file():
         found = read_json(note, limit=1 << 20)
@@ -183,5 +183,5 @@ def _agree(target: Path, settings: dict[str, object]) -> None:
             raise FileError(target, f"made with other settings ({'; '.join(differences)})", "choose another folder")
         return
     if any(not entry.name.endswith(".part") for entry in target.iterdir()):
-        raise FileError(target, f"not empty, and without the {_SETTINGS} of an earlier run", "choose another folder")
+        raise FileError(target, f"not empty, and has no {_SETTINGS} of an earlier run", "choose another folder")
     write_whole(note, json.dumps(settings, indent=2) + "\n")

@@ -1,7 +1,7 @@
 """Corrupt folders of pictures, also in the layout of ImageNet-C.
 
-Every output is written whole or not at all, and one that is there already is not made again, so a run that was stopped
-goes on where it was. A folder stores the settings it was made with and does not mix them with others.
+Outputs are written atomically, and existing ones are skipped, so an interrupted run can be resumed. A folder stores its
+settings, and other settings are rejected.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from testtime.data.pictures import read_size
 from testtime.progress import Progress
 from testtime.storage import FileError, PathLike, error_text
 
-# Pictures read at once: enough for threads and tensors, few enough that large photographs fit into memory.
+# Pictures read at once: enough for threads and batches, few enough for large photographs to fit in memory.
 _WINDOW, _WINDOW_PIXELS = 16, 1 << 24
 _JPEG = (".jpg", ".jpeg")
 
 
 def find_pictures(folder: PathLike) -> list[Path]:
-    """The pictures below a folder, relative to it, sorted by path: a picture is numbered by its index here.
+    """List the pictures below a folder, relative to it, sorted by path; the position is the sample index.
 
     Raises:
-        FileError: If there is no such folder, or no picture in it.
+        FileError: The folder does not exist, or holds no picture.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -83,22 +83,22 @@ def corrupt_folder(
     """Corrupt every picture below a folder into a tree of the same names.
 
     Args:
-        source: Folder to read.
-        target: Folder to write, neither inside the source nor around it.
+        source: Input folder.
+        target: Output folder, neither inside the source nor containing it.
         name: One of `CORRUPTIONS`.
         severity: 1 to 5.
-        seed: Seed of the draws; a picture's number is its index in the order of paths.
-        scale: Whose parameters: "cifar", "imagenet", or "auto" by each picture's size.
-        frost: Folder with frost photographs; procedural textures if not given.
-        device: Where to work.
-        progress: Called with how many of how many pictures are done, first with those that are there already.
+        seed: Seed of the draws, which also depend on the picture's position in the order of paths.
+        scale: Parameters of "cifar" or "imagenet", or "auto" by each picture's size.
+        frost: Folder of frost photographs; None: procedural textures.
+        device: Device to compute on.
+        progress: Called with the number of pictures done, first with those of an earlier run, and their total.
 
     Returns:
         The target.
 
     Raises:
-        FileError: If a picture cannot be read, an output cannot be written, or the target was made with other settings.
-        ValueError: If an argument is not one of the above.
+        FileError: A picture cannot be read, an output cannot be written, or the target was made with other settings.
+        ValueError: An argument is invalid.
     """
     severity_level(name, severity, "cifar")
     source, target = _apart(source, target)
@@ -114,22 +114,22 @@ def corrupt_folder(
 def corrupt_path(
     source: PathLike, target: PathLike, name: str, severity: int, *, progress: Progress | None = None, **options: Any
 ) -> Path:
-    """Corrupt a picture or a folder of pictures, whichever the source is.
+    """Corrupt a picture or a folder of pictures.
 
     Args:
-        source: Picture or folder to read.
-        target: Picture or folder to write.
+        source: Input picture or folder.
+        target: Output picture or folder.
         name: One of `CORRUPTIONS`.
         severity: 1 to 5.
-        progress: Called with how many of how many pictures are done.
+        progress: Called with the number of pictures done and their total.
         **options: `seed`, `scale`, `frost` and `device` of `corrupt_folder`.
 
     Returns:
         The target.
 
     Raises:
-        FileError: As `corrupt_file` and `corrupt_folder`.
-        ValueError: If an argument is not one of the above.
+        FileError: As for `corrupt_file` and `corrupt_folder`.
+        ValueError: An argument is invalid.
     """
     if Path(source).is_dir():
         return corrupt_folder(source, target, name, severity, progress=progress, **options)
@@ -150,26 +150,26 @@ def corrupt_imagenet(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> Path:
-    """Make ImageNet-C of a folder of pictures: NAME/LEVEL/TREE/*.JPEG, 224 × 224, JPEG quality 85.
+    """Write ImageNet-C for a folder of pictures: NAME/LEVEL/TREE/*.JPEG, 224 × 224, JPEG quality 85.
 
-    Pictures are scaled to a short side of 256 and cut to their middle 224 × 224, then corrupted, as published.
+    As published, the short side of a picture is resized to 256, its centre 224 × 224 cropped and corrupted.
 
     Args:
-        source: Folder to read, such as ImageNet's validation folder with one folder for each class.
-        target: Folder to write, neither inside the source nor around it.
-        names: Which of `CORRUPTIONS`.
-        severities: Which of 1 to 5.
-        seed: Seed of the draws; a picture's number is its index in the order of paths.
-        frost: Folder with frost photographs; procedural textures if not given.
-        device: Where to work.
-        progress: Called with how many of how many pictures are done, first with those that are there already.
+        source: Input folder, for example ImageNet's validation folder with one folder per class.
+        target: Output folder, neither inside the source nor containing it.
+        names: A subset of `CORRUPTIONS`.
+        severities: A subset of 1 to 5.
+        seed: Seed of the draws, which also depend on the picture's position in the order of paths.
+        frost: Folder of frost photographs; None: procedural textures.
+        device: Device to compute on.
+        progress: Called with the number of pictures done, first with those of an earlier run, and their total.
 
     Returns:
         The target.
 
     Raises:
-        FileError: If a picture cannot be read, an output cannot be written, or the target was made with other settings.
-        ValueError: If an argument is not one of the above.
+        FileError: A picture cannot be read, an output cannot be written, or the target was made with other settings.
+        ValueError: An argument is invalid.
     """
     for name, severity in itertools.product(names, severities):
         severity_level(name, severity, "imagenet")
@@ -190,16 +190,16 @@ def corrupt_imagenet(
 
 @dataclass(frozen=True)
 class _Work:
-    """What `_corrupt_pictures` does whatever the corruption.
+    """The inputs, outputs and settings of `_corrupt_pictures`.
 
     Attributes:
         source: The folder of the pictures.
-        pictures: Their paths in it, by number.
-        outputs: What they become, relative to a folder for each corruption.
-        prepare: What happens to a picture before it is corrupted.
-        quality: Quality of JPEGs that are written.
+        pictures: Their paths, relative to it.
+        outputs: The paths of the results, relative to the folder of a corruption.
+        prepare: Applied to a picture before it is corrupted.
+        quality: JPEG quality of the results.
         make: `corrupt` with its settings.
-        device: Where to work.
+        device: Device to compute on.
     """
 
     source: Path
@@ -211,11 +211,11 @@ class _Work:
     device: torch.device | str
 
     def read(self, number: int) -> Tensor:
-        """A picture as it is corrupted, uint8 `(C, H, W)`."""
+        """Read and prepare a picture, uint8 `(C, H, W)`."""
         return picture_tensor(self.prepare(read_picture(self.source / self.pictures[number])))
 
     def corrupt(self, numbers: list[int], images: list[Tensor], name: str, severity: int) -> Tensor:
-        """Pictures of one shape, corrupted, uint8 `(n, C, H, W)`."""
+        """Corrupt pictures of one shape, uint8 `(n, C, H, W)`."""
         with name_in_memory_errors(self.source / self.pictures[numbers[0]]):
             samples = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             return self.make(torch.stack(images).to(self.device), name, severity, samples=samples).cpu()
@@ -225,7 +225,7 @@ class _Work:
         save_picture(tensor_picture(pixels), path, self.quality)
 
     def windows(self, numbers: Iterable[int]) -> Iterator[list[int]]:
-        """Pictures in groups that fit into memory."""
+        """Yield pictures in groups that fit in memory."""
         window: list[int] = []
         total = 0
         for number in numbers:
@@ -240,9 +240,9 @@ class _Work:
 
 
 def _corrupt_pictures(work: _Work, jobs: list[tuple[str, int, Path]], progress: Progress | None) -> None:
-    """Corrupt pictures for every (name, severity, folder) and write each below the job's folder, in windows.
+    """Corrupt pictures for every (name, severity, folder) and write each below the folder, in windows.
 
-    A window's pictures are read once for all jobs; those of one size are corrupted together.
+    The pictures of a window are read once for all jobs; those of one size are corrupted as a batch.
     """
     missing = [bytearray(not (folder / output).is_file() for output in work.outputs) for _, _, folder in jobs]
     total = len(work.pictures) * len(jobs)
@@ -258,14 +258,14 @@ def _corrupt_pictures(work: _Work, jobs: list[tuple[str, int, Path]], progress: 
                 for group in _group_by_shape({number: images[number] for number in window if mask[number]}):
                     corrupted = work.corrupt(group, [images[number] for number in group], name, severity)
                     paths = [folder / work.outputs[number] for number in group]
-                    list(threads.map(work.write, corrupted, paths))  # waits, and raises what a write raised
+                    list(threads.map(work.write, corrupted, paths))  # waits, and propagates errors
                     done += len(group)
                     if progress is not None:
                         progress(done, total, f"{name} {severity} {work.outputs[group[-1]].as_posix()}")
 
 
 def _group_by_shape(images: dict[int, Tensor]) -> list[list[int]]:
-    """The numbers of images of one shape together."""
+    """Group the indices of images by shape."""
     groups: dict[torch.Size, list[int]] = {}
     for number, image in images.items():
         groups.setdefault(image.shape, []).append(number)
@@ -273,8 +273,8 @@ def _group_by_shape(images: dict[int, Tensor]) -> list[list[int]]:
 
 
 def _apart(source: PathLike, target: PathLike) -> tuple[Path, Path]:
-    """Two folders, after making sure that writing one cannot touch the other."""
+    """Check that neither folder contains the other, and return both."""
     inner, outer = Path(os.path.realpath(source)), Path(os.path.realpath(target))
     if inner == outer or outer in inner.parents or inner in outer.parents:
-        raise FileError(target, f"must neither hold the input {os.fspath(source)} nor lie in it")
+        raise FileError(target, f"must neither contain the input {os.fspath(source)} nor be inside it")
     return Path(source), Path(target)

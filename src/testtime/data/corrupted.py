@@ -1,7 +1,7 @@
-"""A test set under a corruption, made as it is read.
+"""Test sets that are corrupted as they are read.
 
-Each image is corrupted by `testtime.corruptions` with randomness that depends on the seed and on its number in the set:
-read in any order, in any chunk, in any process, it is the same image.
+Each image is corrupted by `testtime.corruptions` with randomness that depends on the seed and its sample index: it is
+the same in any order, in any chunk, in any process.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from testtime.data.sets import DerivedSet, TestSet
 from testtime.storage import PathLike
 
 Origin = Literal["auto", "official", "generated"]
-"""Which images of a corrupted set to take: the published ones, generated ones, or the published where they are."""
+"""The source of a corrupted set: published files, generated images, or ("auto") the files if they exist."""
 
 PARTS = tuple(f"{corruption}/{level}" for corruption in CORRUPTIONS for level in SEVERITIES)
-"""The parts of a corrupted set, in the order of every published table."""
+"""The parts of a corrupted set, in the order of the published tables."""
 
 
 class Corrupted(DerivedSet):
@@ -28,13 +28,13 @@ class Corrupted(DerivedSet):
 
     Args:
         base: The set to corrupt.
-        corruption: A corruption's name, such as `fog`.
-        level: Its severity, 1 to 5.
-        name: What it is called; None is `BASE-c/CORRUPTION/LEVEL`.
-        seed: Seed of the corruption's randomness.
-        scale: Whose parameters: `cifar`, `imagenet`, or `auto` by the size of the images.
-        frost: Folder of frost photographs for `frost`; None takes procedural textures.
-        device: Where to compute; the images come back to the CPU.
+        corruption: Name of the corruption, for example `fog`.
+        level: Severity, 1 to 5.
+        name: Name of the set; None: `BASE-c/CORRUPTION/LEVEL`.
+        seed: Seed of the corruption.
+        scale: Parameters of `cifar` or `imagenet`, or `auto` by the size of the images.
+        frost: Folder of frost photographs for `frost`; None: procedural textures.
+        device: Device to compute on; the images are returned on the CPU.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Corrupted(DerivedSet):
 
 
 def split_part(family: str, part: str) -> tuple[str, int]:
-    """The corruption and the level of a part such as `fog/5`.
+    """Parse a part like `fog/5` into corruption and level.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: It is malformed.
     """
     corruption, _, level = part.partition("/")
     name = f"{family}/{part}" if part else family
@@ -92,21 +92,21 @@ def split_part(family: str, part: str) -> tuple[str, int]:
 
 
 def check_choice(corruption: str, level: int, source: str) -> None:
-    """Raise `ValueError` for what no corrupted set on disk can have; corruptions beyond the fifteen can be there."""
+    """Raise a `ValueError` for invalid arguments; on disk, there may be more than the fifteen corruptions."""
     if level not in SEVERITIES:
         raise ValueError(f"`level` must be 1 to 5, got {level!r}.")
     if source not in get_args(Origin):
         raise ValueError(f"`source` must be 'auto', 'official' or 'generated', got {source!r}.")
     if not corruption.isidentifier():
-        raise ValueError(f"`corruption` must be a name such as 'fog', got {corruption!r}.")
+        raise ValueError(f"`corruption` must be a name like 'fog', got {corruption!r}.")
 
 
 def make_corrupted(base: Family, what: str) -> Family:
-    """The corruptions of another family's test set, all of them generated.
+    """Make a family of generated corruptions of another family's test set.
 
     Args:
-        base: The family.
-        what: What its test set is called in a sentence.
+        base: The other family.
+        what: The name of its test set, for the description.
     """
     name = f"{base.name}-c"
 

@@ -1,11 +1,11 @@
-"""Handwritten digits bundled with the package: real images to adapt on without a download.
+"""Handwritten digits bundled with the package: real images without a download.
 
-1,797 gray pictures of 8×8 pixels, ten classes: the test part of "Optical Recognition of Handwritten Digits" by
+1,797 gray images of 8×8 pixels, ten classes: the test part of "Optical Recognition of Handwritten Digits" by
 E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, 1998 (https://doi.org/10.24432/C50P49), under the Creative
 Commons Attribution 4.0 licence. Each pixel counts the ink in a 4×4 block of a scanned bitmap, 0 to 16. The file
-`digits.npz` holds those counts unchanged; `digits.txt` repeats this notice.
+`digits.npz` contains those counts unchanged; `digits.txt` repeats this notice.
 
-Not one of the paper's data sets: it stands in for CIFAR-10 where an example or a test must run in seconds.
+It is not one of the paper's data sets, but replaces CIFAR-10 where an example or a test must run in seconds.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _SPLIT_SEED = 1998
 
 
 def load(split: Literal["train", "test"] = "test", size: int = 16) -> TensorSet:
-    """The digits as a set of `(1, size, size)` images, white ink on black.
+    """Open the digits as a set of `(1, size, size)` images, white ink on black.
 
     The split is fixed: of each class, the 50 samples with the smallest hash are the test set (500), the others the
-    training set (1,297). Counts are ink densities of blocks, so they are enlarged bilinearly: strokes stay smooth,
-    where repeating pixels would draw block edges that every blur and every pixelation would mostly act on.
+    training set (1,297). Images are enlarged bilinearly: nearest-neighbour enlargement would produce block edges, on
+    which blurs and pixelation would mostly act.
 
     Args:
         split: `train` or `test`.
@@ -52,8 +52,7 @@ def load(split: Literal["train", "test"] = "test", size: int = 16) -> TensorSet:
         counts, labels = torch.from_numpy(held["images"]), torch.from_numpy(held["labels"]).to(torch.int64)
     is_test = _is_test(labels)
     chosen = is_test if split == "test" else ~is_test
-    # A step of one count is 255/16 exactly in binary, and so is every ×2 weight: float64 makes the result the same
-    # on every machine.
+    # 255/16 and the weights of a doubling are exact in binary: in float64 the result is the same on every machine.
     ink = counts[chosen].unsqueeze(1).to(torch.float64) * (255 / 16)  # (N, 1, 8, 8)
     if size != 8:
         ink = functional.interpolate(ink, (size, size), mode="bilinear", align_corners=False)
@@ -61,7 +60,7 @@ def load(split: Literal["train", "test"] = "test", size: int = 16) -> TensorSet:
 
 
 def _is_test(labels: Tensor) -> Tensor:
-    """Which samples form the test split: bool `(N,)`, the same number of each class."""
+    """Return a mask of the test split, bool `(N,)`, with the same number of samples per class."""
     keys = Draws.of(_SPLIT_SEED, torch.arange(len(labels), device="cpu")).purpose("digits split").keys
     is_test = torch.zeros(len(labels), dtype=torch.bool, device="cpu")
     for label in range(len(CLASSES)):
@@ -71,7 +70,7 @@ def _is_test(labels: Tensor) -> Tensor:
 
 
 def check(parts: Sequence[str], root: Root, progress: Progress | None) -> list[str]:
-    """Faults of the bundled file."""
+    """Check the bundled file."""
 
     def find_faults(split: Literal["train", "test"]) -> list[str]:
         count = len(load(split))

@@ -1,8 +1,8 @@
-"""Download public data sets from their official sites, when asked to and never otherwise.
+"""Download public data sets from their official sites, only on request.
 
-A transfer goes into a `.part` file next to its target and goes on from there after an interruption; the file gets its
-name only once its length and its checksum are right. Archives are extracted into a folder that gets its name only when
-complete. One process at a time downloads into a data root; a second one is refused.
+A file is transferred to a `.part` file next to its target, which resumes after an interruption, and renamed once its
+size and checksum are verified. Archives are extracted to a temporary folder that is renamed when complete. Only one
+process at a time can download into a data root.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from testtime.storage import error_text, hold_folder
 
 log = logging.getLogger(__name__)
 
-# Of an extracted archive; CIFAR-10-C, the largest here, has 20 files and 3 GB.
+# Limits of an archive; CIFAR-10-C, the largest, has 20 files and 3 GB.
 _MOST_FILES, _MOST_BYTES = 1_000, 8 << 30
 
 
 def remotes(name: str, root: Root = None) -> tuple[Remote, ...]:
-    """The files that `get` would fetch; nothing is transferred.
+    """Return the files that `get` downloads.
 
     Raises:
-        ValueError: There is no such set, or it has no public download; says where to get it.
+        ValueError: The set is unknown or has no public download; the message says where to get it.
     """
     family = FAMILIES.get(name)
     if family is not None and family.remotes:
@@ -49,19 +49,19 @@ def remotes(name: str, root: Root = None) -> tuple[Remote, ...]:
 
 
 def get(name: str, root: Root = None, progress: Progress | None = None) -> Path:
-    """Download a data set into the data root; what is there already is left alone.
+    """Download a data set into the data root; existing files are not replaced.
 
     Args:
         name: `cifar10`, `cifar10-c` or `cifar10.1`.
         root: The data root; see `paths.data_root`.
-        progress: Called with how many of how many bytes have arrived.
+        progress: Called with the number of bytes received and their total.
 
     Returns:
-        The folder in which the set now is.
+        The folder of the set.
 
     Raises:
-        ValueError: There is no such set, or it has no public download; says where to get it.
-        DataError: The transfer failed, what arrived is not what it should be, or another process is downloading.
+        ValueError: The set is unknown or has no public download; the message says where to get it.
+        DataError: The transfer failed, the checksum does not match, or another process is downloading.
     """
     wanted = remotes(name, root)
     root = data_root(root)
@@ -90,22 +90,22 @@ def fetch(
     attempts: int = 3,
     timeout: float = 30.0,
 ) -> Path:
-    """Download one file, going on with a `.part` file that an earlier transfer left; one process at a time.
+    """Download one file, resuming from the `.part` file of an earlier transfer; not safe for concurrent processes.
 
     Args:
-        url: Where it is.
-        path: What it becomes.
-        size: Its length; nothing shorter is accepted, and nothing beyond it is read.
-        checksum: `md5:` or `sha256:` and the digits.
+        url: Its URL.
+        path: The target.
+        size: Its size in bytes; no more is read.
+        checksum: `md5:` or `sha256:` and the hexadecimal digest.
         progress: As in `get`.
-        attempts: How often to connect before giving up.
-        timeout: Seconds to wait for the server at any point.
+        attempts: Number of connection attempts.
+        timeout: Timeout of network operations in seconds.
 
     Returns:
         `path`.
 
     Raises:
-        DataError: The server cannot be reached or refuses, the transfer broke off, or what came is something else.
+        DataError: The server cannot be reached or returns an error, or the file is incomplete or has another checksum.
     """
     if path.is_file() and path.stat().st_size == size and _hash(path, checksum) == checksum:
         return path
@@ -120,24 +120,24 @@ def fetch(
         log.info("%s: %s", url, fault)
     else:
         if _length(part):
-            raise DataError(url, f"broke off after {_length(part):,} bytes ({fault})", "run again to go on")
+            raise DataError(url, f"interrupted after {_length(part):,} bytes ({fault})", "run again to resume")
         raise DataError(url, f"cannot be reached ({fault})", "is this machine online?")
     found = _hash(part, checksum)
     if found != checksum:
         part.unlink()
-        remedy = "the part from an earlier transfer may be to blame, run again" if resumed else ""
+        remedy = "the cause may be the partial file of an earlier transfer, run again" if resumed else ""
         raise DataError(path, f"has {found} instead of {checksum} and was deleted", remedy)
     os.replace(part, path)
     return path
 
 
 def _try_transfer(url: str, part: Path, size: int, progress: Progress | None, timeout: float) -> str:
-    """Transfer what is missing of `part`; what went wrong if that may be otherwise next time, else nothing."""
+    """Transfer the missing rest of `part`; return a description of a transient fault, or an empty string."""
     try:
         _transfer(url, part, size, progress, timeout)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == 416:  # the part goes beyond what the server has
+        if error.code == 416:  # the part is larger than the file
             part.unlink(missing_ok=True)
         elif error.code < 500:
             raise DataError(url, f"the server answers {error.code} {error.reason}") from None
@@ -149,7 +149,7 @@ def _try_transfer(url: str, part: Path, size: int, progress: Progress | None, ti
 
 
 def _transfer(url: str, part: Path, size: int, progress: Progress | None, timeout: float) -> None:
-    """Append what is missing to `part`, and nothing beyond `size`."""
+    """Append the missing rest to `part`, up to `size`."""
     have = _length(part)
     if have == size:
         return
@@ -157,42 +157,42 @@ def _transfer(url: str, part: Path, size: int, progress: Progress | None, timeou
     if 0 < have < size:
         request.add_header("Range", f"bytes={have}-")
     with urllib.request.urlopen(request, timeout=timeout) as answer:
-        goes_on = answer.status == 206 and answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
-        have = have if goes_on else 0
+        resumes = answer.status == 206 and answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+        have = have if resumes else 0
         length = answer.headers.get("Content-Length", "")
-        # A server need not say how long its answer is; then only the answer itself shows it.
+        # The header is optional.
         if length.isdecimal() and have + int(length) != size:
             raise DataError(url, f"offers {have + int(length):,} bytes, the file has {size:,}")
-        with open(part, "ab" if goes_on else "wb") as file:
+        with open(part, "ab" if resumes else "wb") as file:
             while content := answer.read(1 << 18):
                 have += len(content)
                 if have > size:
                     file.close()
                     part.unlink()
-                    raise DataError(url, f"sends more than the {size:,} bytes that the file has")
+                    raise DataError(url, f"sends more than {size:,} bytes, the size of the file")
                 try:
                     file.write(content)
                     file.flush()
                 except OSError as error:
-                    raise DataError(part, f"cannot be written ({error_text(error)})", "run again to go on") from None
+                    raise DataError(part, f"cannot be written ({error_text(error)})", "run again to resume") from None
                 if progress is not None:
                     progress(have, size, "")
 
 
 def extract(archive: Path, target: Path, files: int = _MOST_FILES, size: int = _MOST_BYTES) -> None:
-    """Extract the folder `target.name` of an archive to `target`, whole or not at all.
+    """Extract the folder `target.name` of an archive to `target`, atomically.
 
     Args:
         archive: The archive.
-        target: The folder to make.
-        files: The most members to accept.
-        size: The most bytes to accept in all of them together.
+        target: The folder to create.
+        files: Maximum number of members.
+        size: Maximum total size of the members in bytes.
 
     Raises:
-        DataError: The archive is damaged, beyond the limits, holds something else than files and folders or paths that
-            lead out of it, or lacks the folder.
+        DataError: The archive is damaged, exceeds the limits, holds anything but files and folders or paths that lead
+            out of it, or lacks the folder.
     """
-    for left in target.parent.glob(f".{target.name}.*.part"):  # by a process that was killed
+    for left in target.parent.glob(f".{target.name}.*.part"):  # of killed processes
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".part", dir=target.parent) as temporary:
         folder = Path(temporary, target.name)
@@ -213,7 +213,7 @@ def _length(path: Path) -> int:
 
 
 def _hash(path: Path, checksum: str) -> str:
-    """A file's checksum of the same kind as another."""
+    """Return the checksum of a file, of the same kind as another."""
     kind = checksum.partition(":")[0]
     digest = hashlib.new(kind, usedforsecurity=False)
     with open(path, "rb") as file:

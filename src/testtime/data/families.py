@@ -1,9 +1,9 @@
-"""The data sets by name: open one, list what there is, check it.
+"""Data sets by name: open, list and check them.
 
-A name is a set, and for sets with parts the parts after slashes: `cifar10`, `cifar10-c/fog/5`, `cifar10.1/v4`,
-`cifar10-gradual/shot_noise`. `expand` turns patterns such as `cifar10-c/*/5` into names.
+A name is a family, followed by the part for sets with parts: `cifar10`, `cifar10-c/fog/5`, `cifar10.1/v4`,
+`cifar10-gradual/shot_noise`. `expand` expands patterns like `cifar10-c/*/5` to names.
 
-A new set is one `Family` and one line in `FAMILIES`.
+To add a set, define a `Family` and add it to `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ FAMILIES: dict[str, Family] = {
         folder.FOLDER,
     )
 }
-"""Every family that can be opened, by its name."""
+"""Name → family."""
 
 
 def find(name: str, *also: str) -> Family:
-    """The family of a set.
+    """Return the family of a set.
 
     Args:
-        name: The set's name, such as `cifar10-c/fog/5`.
-        *also: What else the name could have been, for the error.
+        name: The set's name, for example `cifar10-c/fog/5`.
+        *also: Other valid names, for the error message.
 
     Raises:
-        ValueError: There is no such family.
+        ValueError: The family is unknown.
     """
     family = name.split("/", 1)[0]
     if family not in FAMILIES:
@@ -67,7 +67,7 @@ def find(name: str, *also: str) -> Family:
 
 
 def _resolve(name: str, *also: str) -> tuple[Family, str]:
-    """The family of a set, and the set's part."""
+    """Return the family and the part of a set."""
     family = find(name, *also)
     if "/" in name and not any(family.parts):
         raise ValueError(f"{family.name} has no parts, got {name!r}.")
@@ -78,18 +78,19 @@ def open(name: str, root: Root = None, split: Literal["train", "test"] = "test",
     """Open a data set.
 
     Args:
-        name: Such as `digits`, `cifar10-c/fog/5`, `cifar10.1`, `cifar10-gradual/shot_noise`, `vid-robust`, `folder`.
-        root: Where data sets are searched for (for `folder`: the folder itself); None takes the environment variable
-            `TESTTIME_DATA`, else the user's cache folder.
-        split: `train` where the set has one (`digits`, `cifar10`, `imagenet`).
-        **options: What that set's own function takes, such as `size` for pictures or `seed` for generated sets.
+        name: For example `digits`, `cifar10-c/fog/5`, `cifar10.1`, `cifar10-gradual/shot_noise`, `vid-robust` or
+            `folder`.
+        root: The data root (for `folder`: the folder itself); None: the environment variable `TESTTIME_DATA`, else the
+            user's cache folder.
+        split: `train` is available for `digits`, `cifar10` and `imagenet`.
+        **options: Options of the set, for example `size` for pictures or `seed` for generated sets.
 
     Returns:
-        The set, read by the chunk.
+        The set, which is read in chunks.
 
     Raises:
-        ValueError: The name or an option is wrong.
-        DataError: The set is not there, or a file of it is damaged.
+        ValueError: The name or an option is unknown.
+        DataError: The set is missing, or one of its files is damaged.
     """
     family, part = _resolve(name)
     if split not in ("train", "test"):
@@ -99,7 +100,7 @@ def open(name: str, root: Root = None, split: Literal["train", "test"] = "test",
     try:
         return family.open(part, root, split, **options)
     except TypeError as error:
-        # A function that is given an option it does not have says so by TypeError.
+        # Python raises TypeError for an unknown argument.
         if "unexpected keyword argument" not in str(error):
             raise
         wrong = str(error).rsplit("'", 2)[-2]
@@ -107,48 +108,48 @@ def open(name: str, root: Root = None, split: Literal["train", "test"] = "test",
 
 
 def names() -> tuple[str, ...]:
-    """Every name that `open` takes, with all corruptions, levels and noises, in the order of the paper's tables."""
+    """Return all names that `open` accepts, including all parts, in the order of the paper's tables."""
     return tuple(name for family in FAMILIES.values() for name in family.names)
 
 
 def is_folder(text: str) -> bool:
-    """Whether a text that may name a set or a folder of pictures names a folder; a set's name comes first."""
+    """Whether a text names a folder of pictures rather than a set; names of sets take precedence."""
     return text.split("/", 1)[0] not in FAMILIES and Path(text).expanduser().is_dir()
 
 
 def expand(patterns: str | Iterable[str]) -> tuple[str, ...]:
-    """The names that some patterns stand for, each once, in the order given.
+    """Expand patterns to names, without duplicates, in the order given.
 
     Args:
-        patterns: Names; names with `*`, such as `cifar10-c/*/5`; or the beginning of names with parts (`cifar10-c`,
-            `cifar10-c/fog`), for all of them.
+        patterns: Names; names with `*`, like `cifar10-c/*/5`; or prefixes of names with parts (`cifar10-c`,
+            `cifar10-c/fog`), for all parts.
 
     Raises:
-        ValueError: A pattern fits nothing.
+        ValueError: A pattern matches nothing.
     """
     known = names()
     found: dict[str, None] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         fits = [name for name in known if fnmatch.fnmatchcase(name, pattern)]
         fits = fits or [name for name in known if name.startswith(f"{pattern}/")]
-        # Official files may hold corruptions beyond the fifteen; only opening shows it.
+        # Official files may contain more than the fifteen corruptions; only `open` can tell.
         if not fits and "*" not in pattern and pattern.split("/", 1)[0] in FAMILIES:
             fits = [pattern]
         if not fits:
-            raise ValueError(f"{pattern!r} fits no data set; sets are {', '.join(FAMILIES)}.")
+            raise ValueError(f"{pattern!r} matches no data set; sets are {', '.join(FAMILIES)}.")
         found.update(dict.fromkeys(fits))
     return tuple(found)
 
 
 @dataclass(frozen=True)
 class Description:
-    """What is known of a set without reading it through.
+    """The state of a set on disk.
 
     Attributes:
         name: The set.
-        what: One line on what it is.
-        path: Where it is, or where it is searched for; None for a set in the package.
-        state: `built in`, `ready`, `generated` (made from another set that is ready), `incomplete` or `missing`.
+        what: One-line description.
+        path: Its actual or expected path; None for a bundled set.
+        state: `built in`, `ready`, `generated` (from another set that is ready), `incomplete` or `missing`.
         detail: What is incomplete, or how to get it.
     """
 
@@ -160,16 +161,16 @@ class Description:
 
 
 def describe_all(root: Root = None) -> list[Description]:
-    """Every known set: what it is, where it is searched for, and whether it is there and complete.
+    """Describe all known sets.
 
     Args:
-        root: The data root; None takes the usual one.
+        root: The data root; None: the default.
     """
     return [describe(family.name, root) for family in FAMILIES.values() if family.parts]
 
 
 def describe(name: str, root: Root = None) -> Description:
-    """One set of `describe_all`."""
+    """Describe one set."""
     known = [family.name for family in FAMILIES.values() if family.parts]
     if name not in known:
         raise ValueError(f"`name` must be one of {', '.join(known)}; got {name!r}.")
@@ -206,30 +207,30 @@ def pack_all(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> list[TestSet]:
-    """Decode or generate sets of photographs once and for all, into `packed` under the data root.
+    """Decode or generate sets of photographs once, and store them in `packed` under the data root.
 
-    `open` reads them from there as long as their sources stay as they are.
+    `open` reads them from there as long as their sources are unchanged.
 
     Args:
         patterns: As for `expand`: `imagenet`, `imagenet-c/*/5`, ….
-        root: The data root, or the folder that holds `train` and `val`.
-        size: Height and width of the images, as the network takes them.
-        on_bad: What to do about a picture that cannot be read.
-        device: Where corrupted images are made.
-        progress: Called with how many of how many images of all sets are done.
+        root: The data root, or the folder with `train` and `val`.
+        size: Height and width of the images.
+        on_bad: What to do with unreadable pictures.
+        device: Device to generate corrupted images on.
+        progress: Called with the number of images done and their total, over all sets.
 
     Returns:
         The packed sets.
 
     Raises:
-        ValueError: A set is not one of photographs.
-        DataError: A set is not there, or a picture cannot be read.
+        ValueError: A set cannot be packed.
+        DataError: A set is missing, or a picture cannot be read.
     """
     names = expand(patterns)
     for name in names:
         if not find(name).packs:
             packable = " and ".join(family.name for family in FAMILIES.values() if family.packs)
-            raise ValueError(f"Only {packable} are packed, got {name!r}.")
+            raise ValueError(f"Only {packable} can be packed, got {name!r}.")
     found: list[TestSet] = []
     for number, name in enumerate(names):
 
@@ -243,19 +244,19 @@ def pack_all(
 
 
 def check(name: str, root: Root = None, progress: Progress | None = None) -> list[str]:
-    """Read a set through and list what is wrong with it.
+    """Read a whole set and list its faults.
 
     Args:
-        name: A set, such as `cifar10-c`, or one part of it, such as `imagenet-c/fog/5`; `folder`; or `packed`, for
-            everything that is packed under the data root.
+        name: A set (`cifar10-c`), a part of one (`imagenet-c/fog/5`), `folder`, or `packed` for all packed sets under
+            the data root.
         root: The data root (for `folder`: the folder itself).
-        progress: Called with how many of how many samples or files have been read.
+        progress: Called with the number of samples or files read and their total.
 
     Returns:
-        One line a fault, naming the file; empty when the set is sound.
+        One line per fault, with the name of the file; empty if there are none.
 
     Raises:
-        ValueError: There is no such set.
+        ValueError: The set is unknown.
     """
     if name == "packed":
         packed = sorted(path.parent for path in (data_root(root) / "packed").glob("*/index.json"))
@@ -263,5 +264,5 @@ def check(name: str, root: Root = None, progress: Progress | None = None) -> lis
     family, _ = _resolve(name, "packed")
     parts = [known.partition("/")[2] for known in expand(name)]
     while family.base is not None and (family.find is None or family.find(root) is None):
-        family, parts = family.base, [""]  # generated: as sound as what it is made from
+        family, parts = family.base, [""]  # generated: check its source
     return family.check(parts, root, progress)

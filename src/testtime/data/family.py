@@ -1,4 +1,4 @@
-"""`Family`: the one record that says all there is to know about a data set; `families.FAMILIES` lists them."""
+"""`Family`, the definition of a data set; `families.FAMILIES` lists them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from testtime.data.sets import DataError, TestSet
 from testtime.progress import Progress
 
 Root = str | os.PathLike[str] | None
-"""The data root, or a set's own folder; None takes the usual data root, see `paths.data_root`."""
+"""The data root, or the folder of a set; None: the default data root, see `paths.data_root`."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A file to fetch.
+    """A file to download.
 
     Attributes:
-        url: Where it is.
-        size: Its length in bytes.
-        checksum: `md5:` or `sha256:` and the digits.
-        folder: What an archive extracts to, or the folder that a plain file belongs in.
+        url: Its URL.
+        size: Its size in bytes.
+        checksum: `md5:` or `sha256:` and the hexadecimal digest.
+        folder: The folder that an archive extracts to, or that a plain file is stored in.
         archive: Whether it is an archive.
     """
 
@@ -42,22 +42,22 @@ class Family:
 
     Attributes:
         name: The name up to the first slash.
-        what: One line on what it is.
-        open: Opens one of its sets. Called with its part (`fog/5`, or `""`), the root, the split, and what options
-            the set has by name.
-        check: Reads some of its parts through and returns one line for each fault.
-        parts: What follows the slash in the names of its sets, in order; `""` is the name alone. Without any, the sets
-            have no names of their own (`folder`).
-        find: Finds the folder or archive from which it is read; None for a set that needs no files of its own.
-        find_fault: What names, lengths and headers show to be wrong with what `find` has found, or None.
-        folder: Its usual folder under the data root.
+        what: One-line description.
+        open: Opens one of its sets. Called with its part (`fog/5`, or `""`), the root, the split, and the options of
+            the set as keyword arguments.
+        check: Reads whole parts and returns one line per fault.
+        parts: The parts of its sets, in order; `""` for a set without one. Empty if the sets have no fixed names
+            (`folder`).
+        find: Finds the folder or archive to read from; None for a set without files.
+        find_fault: Returns a fault visible from names, sizes and headers of what `find` returned, or None.
+        folder: Its default folder under the data root.
         remotes: The files to download.
-        elsewhere: Without a download, how to get it; `{root}` is the data root.
-        base: The family from which it is generated where it has no files.
-        sized: Whether its images have the size one asks for: `open` takes `size`.
+        elsewhere: How to get it if it cannot be downloaded; `{root}` is the data root.
+        base: The family that it is generated from if it has no files.
+        sized: Whether the size of its images can be chosen: `open` takes `size`.
         pictures: Whether it is read from picture files: `open` takes `on_bad` and `progress`.
         has_train: Whether it has a training split.
-        packs: Whether `pack_all` takes it: `open` takes `packed`.
+        packs: Whether it can be packed: `open` takes `packed`.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Family:
 
     @property
     def is_bundled(self) -> bool:
-        """Whether it comes with the package, or is generated from a set that does."""
+        """Whether it is bundled with the package, or generated from a set that is."""
         return self.find is None and bool(self.parts) and (self.base is None or self.base.is_bundled)
 
     @property
@@ -88,12 +88,12 @@ class Family:
 
 
 def collect_faults(items: Collection[T], find: Callable[[T], list[str]], progress: Progress | None = None) -> list[str]:
-    """What is wrong with some things, a line for each fault; a `DataError` is one.
+    """Collect the faults of items, one line each; a `DataError` counts as a fault.
 
     Args:
-        items: What to check.
-        find: Returns the faults of one of them.
-        progress: Called with how many of how many are done.
+        items: The items to check.
+        find: Returns the faults of one item.
+        progress: Called with the number of items done and their total.
     """
     faults: list[str] = []
     for done, item in enumerate(items, start=1):

@@ -1,6 +1,6 @@
-"""Any folder of pictures as a test set: a folder for each class, or a flat folder without labels.
+"""Any folder of pictures as a test set: one folder per class, or a flat folder without labels.
 
-Pictures are decoded by the chunk, in parallel; nothing else is held in memory but their names.
+Pictures are decoded in chunks, in parallel; only their names are held in memory.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _SHOWN = 10
-_KNOWN: dict[tuple[str, str], dict[int, DataError]] = {}  # what `PictureSet.faults` found, by folder and fingerprint
+_KNOWN: dict[tuple[str, str], dict[int, DataError]] = {}  # (folder, fingerprint) → faults
 
 
 class PictureSet(TestSet):
     """Picture files as a test set, each resized and cropped to a square.
 
     Args:
-        name: What it is called.
-        folder: Where the files are.
-        files: Their paths relative to the folder; the order is the numbering.
+        name: Name of the set.
+        folder: The folder of the files.
+        files: Their paths relative to the folder, in the order of the samples.
         labels: Integers `(N,)`, or None.
-        classes: The names of the classes.
+        classes: Class names.
         size: Height and width of the images.
         resize: See `pictures.fit_picture`.
-        threads: Pictures decoded at once; None takes one for each core.
-        limit: The most pixels a picture may have.
-        notes: Lines on what has been left out already.
+        threads: Number of decoding threads; None: one per core.
+        limit: Maximum number of pixels of a picture.
+        notes: One line per item already skipped.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PictureSet(TestSet):
         self.threads = threads
         self.limit = limit
         self._skipped = tuple(notes)
-        self._mark: str | None = None
+        self._fingerprint: str | None = None
 
     def __len__(self) -> int:
         return len(self.files)
@@ -89,9 +89,9 @@ class PictureSet(TestSet):
         return fit_pictures(paths, self.size, self.resize, self.limit, self.threads)
 
     def fingerprint(self) -> str:
-        """A hash of the files' names and lengths and of the geometry."""
-        if self._mark is not None:
-            return self._mark
+        """Return a hash of the files' names and sizes, and of the image geometry."""
+        if self._fingerprint is not None:
+            return self._fingerprint
         digest = hashlib.sha256(f"{self.size} {self.resize}\n".encode())
         for name in self.files:
             try:
@@ -102,18 +102,18 @@ class PictureSet(TestSet):
         return digest.hexdigest()
 
     def try_images(self, numbers: Tensor) -> tuple[Tensor, dict[int, DataError]]:
-        """The images of some samples as far as they can be read, black where not; and the faults by sample number."""
+        """Return the images of some samples, black if unreadable, and the faults by sample index."""
         paths, faults = [self.folder / self.files[number] for number in numbers.tolist()], {}
         images = fit_pictures(paths, self.size, self.resize, self.limit, self.threads, faults)
         return images, {int(numbers[row]): fault for row, fault in sorted(faults.items())}
 
     def format_fault(self, fault: DataError) -> str:
-        """A fault in one line that names the file by its path in the folder: the same wherever the folder is."""
+        """Format a fault in one line, with the file's path relative to the folder."""
         prefix = f"{self.folder}{os.sep}"
         return str(DataError(fault.path.removeprefix(prefix), fault.fault, fault.remedy))
 
     def faults(self, progress: Progress | None = None) -> list[DataError]:
-        """What is wrong with the pictures that cannot be decoded; `progress` as for `check`."""
+        """Return the faults of unreadable pictures; `progress` as for `check`."""
         return list(self._find_faults(progress).values())
 
     def _find_faults(self, progress: Progress | None = None) -> dict[int, DataError]:
@@ -125,16 +125,16 @@ class PictureSet(TestSet):
         return found
 
     def check(self, on_bad: OnBad, progress: Progress | None = None) -> Self:
-        """Decode every picture once, before the set is used.
+        """Decode every picture once, to find unreadable ones.
 
-        The outcome is cached, so that a run that opens a set several times decodes it only once.
+        The result is cached, so that a run that opens a set several times decodes it only once.
 
         Args:
-            on_bad: "fail" raises the first fault; "skip" leaves out what cannot be read.
-            progress: Called with how many of how many pictures are done.
+            on_bad: "fail" raises the first fault; "skip" leaves unreadable pictures out.
+            progress: Called with the number of pictures done and their total.
 
         Returns:
-            This set, or the same without the pictures that cannot be read; `skipped` names them.
+            This set, or a copy without the unreadable pictures, which are listed in `skipped`.
 
         Raises:
             DataError: A picture cannot be read, or none can.
@@ -146,36 +146,36 @@ class PictureSet(TestSet):
         return self.without(_KNOWN[key], on_bad)
 
     def without(self, faults: Mapping[int, DataError], on_bad: OnBad) -> Self:
-        """This set less some samples, or for "fail" the first of their faults raised."""
+        """Return this set without the samples that have faults; with "fail", raise the first fault."""
         if not faults:
             return self
         if on_bad == "fail":
             raise next(iter(faults.values()))
         if len(faults) == len(self):
             raise DataError(self.folder, f"holds no picture that can be read; the first: {next(iter(faults.values()))}")
-        mark = leave_out(self.fingerprint(), list(faults))
+        fingerprint = leave_out(self.fingerprint(), list(faults))
         good = [number for number in range(len(self)) if number not in faults]
         rest = self.pick(torch.tensor(good, dtype=torch.int64, device="cpu"))
-        rest._mark, rest.name = mark, self.name
+        rest._fingerprint, rest.name = fingerprint, self.name
         rest._skipped = (*self._skipped, *map(self.format_fault, faults.values()))
         return rest
 
     def pick(self, numbers: Tensor, name: str | None = None) -> Self:
-        """Some samples as a set of their own, numbered anew."""
+        """Return a subset with its own sample indices."""
         part = copy.copy(self)
         part.name = self.name if name is None else name
         part.files = [self.files[number] for number in numbers.tolist()]
         part.labels = None if self.labels is None else self.labels[numbers]
         part.right = None if self.right is None else self.right[numbers]
-        part._mark = None
+        part._fingerprint = None
         return part
 
     def hold(self, on_bad: OnBad = "fail", progress: Progress | None = None) -> TestSet:
-        """The same set in memory, every picture decoded once.
+        """Decode the whole set into memory.
 
         Args:
             on_bad: As for `check`.
-            progress: Called with how many of how many pictures are done.
+            progress: Called with the number of pictures done and their total.
 
         Raises:
             DataError: As for `check`.
@@ -197,12 +197,12 @@ class PictureSet(TestSet):
 
 
 class _Held(TensorSet):
-    """Picture files that have been decoded; known by the files' fingerprint."""
+    """Decoded pictures in memory, with the fingerprint of their files."""
 
     def __init__(self, pictures: PictureSet, images: Tensor) -> None:
         super().__init__(pictures.name, images, pictures.labels, pictures.classes)
         self.right, self.origin = pictures.right, pictures.origin
-        self._skipped, self._mark, self._scores = pictures.skipped, pictures.fingerprint(), pictures.scores
+        self._skipped, self._fingerprint, self._scores = pictures.skipped, pictures.fingerprint(), pictures.scores
 
     @property
     def skipped(self) -> tuple[str, ...]:
@@ -212,7 +212,7 @@ class _Held(TensorSet):
         return self._scores(logits)
 
     def fingerprint(self) -> str:
-        return self._mark
+        return self._fingerprint
 
 
 def load(
@@ -225,23 +225,23 @@ def load(
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> PictureSet:
-    """A folder of pictures as a test set.
+    """Open a folder of pictures as a test set.
 
-    Folders in it are the classes, sorted by name. Without any, the pictures directly in it are an unlabelled set.
+    Its subfolders are the classes, sorted by name. Without subfolders, its pictures are an unlabelled set.
 
     Args:
         folder: The folder.
         size: Height and width of the images.
         resize: See `pictures.fit_picture`.
-        classes: The class folders in the order of the network's outputs; None takes those there are.
-        threads: Pictures decoded at once; None takes one for each core.
-        limit: The most pixels a picture may have.
-        on_bad: "fail" decodes every picture once and names the first that cannot be; "skip" leaves those out that
-            cannot be, as well as folders without pictures. None finds out when a picture is read.
-        progress: Called with how many of how many pictures are checked.
+        classes: The class folders in the order of the network's outputs; None: all subfolders.
+        threads: Number of decoding threads; None: one per core.
+        limit: Maximum number of pixels of a picture.
+        on_bad: "fail" decodes every picture and raises an error for the first that is unreadable; "skip" leaves
+            unreadable pictures and empty classes out. None: errors are raised when a picture is read.
+        progress: Called with the number of pictures checked and their total.
 
     Raises:
-        DataError: There is no such folder, or it holds no pictures; or one of them cannot be read.
+        DataError: The folder does not exist or holds no pictures, or a picture cannot be read.
     """
     pictures = list_pictures(folder, size, resize, classes, threads, limit, on_bad)
     return pictures if on_bad is None else pictures.check(on_bad, progress)
@@ -256,7 +256,7 @@ def list_pictures(
     limit: int = PIXEL_LIMIT,
     on_bad: OnBad | None = None,
 ) -> PictureSet:
-    """A folder's picture files, none of them opened yet; arguments as for `load`."""
+    """List the picture files of a folder without opening them; arguments as for `load`."""
     folder = Path(os.path.expanduser(folder))
     found = _folders(folder)
     name = f"folder/{os.path.basename(os.path.realpath(folder))}"
@@ -273,11 +273,11 @@ def check_pictures(openers: Collection[Callable[[], TestSet]], progress: Progres
     """Decode every picture of some sets.
 
     Args:
-        openers: Open the sets, each a `PictureSet`.
-        progress: Called with how many of how many pictures of all sets are done.
+        openers: Functions that open the sets, each a `PictureSet`.
+        progress: Called with the number of pictures done and their total, over all sets.
 
     Returns:
-        One line for each fault: of sets that cannot be opened first.
+        One line per fault, those of sets that cannot be opened first.
     """
     found: list[PictureSet] = []
 
@@ -303,30 +303,30 @@ def check_pictures(openers: Collection[Callable[[], TestSet]], progress: Progres
 def list_classes(
     folder: Path, classes: Sequence[str] | None = None, on_bad: OnBad | None = None
 ) -> tuple[list[str], Tensor, tuple[str, ...], list[str]]:
-    """The pictures of a folder that has a folder for each class.
+    """List the pictures of a folder with one subfolder per class.
 
     Args:
         folder: The folder.
-        classes: Its class folders in the order of the labels; one without a folder has no samples. None takes all
-            folders, sorted by name.
-        on_bad: For "skip" a class without pictures is noted; it stays a class, without samples.
+        classes: The class folders in the order of the labels; a class without a folder has no samples. None: all
+            subfolders, sorted by name.
+        on_bad: With "skip", a class without pictures is allowed and noted.
 
     Returns:
         Paths relative to the folder, by class and then by name; labels, int64 `(N,)`; the classes; the notes.
 
     Raises:
-        DataError: No such folder, a class that is not among `classes`, a class without pictures, or a link that leads
-            out.
+        DataError: The folder does not exist, a subfolder is not among `classes` or has no pictures, or a link leads
+            out of the folder.
     """
     found = _folders(folder)
     if not found:
         raise DataError(folder, "holds no folders of pictures")
     if classes is None:
         classes = found
-    strangers = sorted(set(found) - set(classes))
-    if strangers:
+    unknown = sorted(set(found) - set(classes))
+    if unknown:
         known = ", ".join(classes[:_SHOWN]) + ("…" if len(classes) > _SHOWN else "")
-        raise DataError(folder / strangers[0], f"not one of the classes asked for ({known})")
+        raise DataError(folder / unknown[0], f"not one of the classes requested ({known})")
     files: list[str] = []
     counts: list[int] = []
     notes: list[str] = []
@@ -345,14 +345,14 @@ def list_classes(
 
 
 def _folders(folder: Path) -> list[str]:
-    """The names of the folders in a folder, sorted."""
+    """Return the names of the subfolders, sorted."""
     return sorted(
         entry.name for entry in _entries(folder, folder) if os.path.isdir(entry.path) and not entry.name.startswith(".")
     )
 
 
 def _pictures(folder: Path, tree: Path) -> list[str]:
-    """The names of the picture files in a folder, sorted."""
+    """Return the names of the picture files in a folder, sorted."""
     return sorted(
         entry.name
         for entry in _entries(folder, tree)
@@ -363,7 +363,7 @@ def _pictures(folder: Path, tree: Path) -> list[str]:
 
 
 def _entries(folder: Path, tree: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder; links are followed only inside the tree."""
+    """Return the entries of a folder; links must not lead out of the tree."""
     try:
         with os.scandir(folder) as scan:
             entries = list(scan)
@@ -387,7 +387,7 @@ def _open(part: str, root: Root, split: str = "test", **options: Any) -> Picture
 
 FOLDER = Family(
     "folder",
-    "any folder of pictures, with a folder for each class or without labels",
+    "any folder of pictures, with one folder per class or without labels",
     _open,
     lambda parts, root, progress: check_pictures([lambda: _open("", root)], progress),
     parts=(),

@@ -1,4 +1,4 @@
-"""The photographs from which the published frost corruption is cut, read from a folder."""
+"""Read the photographs of the published frost corruption from a folder."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from testtime.data.pictures import read_picture
 from testtime.storage import FileError, PathLike
 
-# The published program reads six names but draws from the first five.
+# The published code lists six names but draws from the first five.
 _NAMES = ("frost1", "frost2", "frost3", "frost4", "frost5")
-_SUFFIXES = (".png", ".jpg", ".jpeg")  # in this order
+_SUFFIXES = (".png", ".jpg", ".jpeg")  # in order of preference
 
 
 def read_frost(folder: PathLike | None) -> tuple[Tensor, ...] | None:
-    """The five photographs of a folder, as `testtime.corruptions` takes them.
+    """Read the five photographs of a folder for `testtime.corruptions`.
 
     Args:
-        folder: Folder with `frost1` to `frost5` (.png or .jpg); None gives None, which stands for procedural textures.
+        folder: Folder with `frost1` to `frost5` (.png or .jpg); None returns None, for procedural textures.
 
     Returns:
         uint8 `(3, h, w)` each.
@@ -40,6 +40,6 @@ def _read(folder: str) -> tuple[Tensor, ...]:
         if path is None:
             remedy = f"frost needs the five photographs {_NAMES[0]} to {_NAMES[-1]}"
             raise FileError(folder, f"holds no {name}.png or {name}.jpg", remedy)
-        with torch.inference_mode(False):  # what is cached is used outside of a caller's inference mode too
+        with torch.inference_mode(False):  # the cached tensors are used outside of it too
             photographs.append(read_picture(path))
     return tuple(photographs)

@@ -1,4 +1,4 @@
-"""One picture of every corruption at every severity: rows are corruptions, columns the original and levels 1 to 5."""
+"""A figure of every corruption at every severity: rows are corruptions, columns the original and levels 1 to 5."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from testtime.data.corrupt_files import check_apart, picture_tensor, read_pictur
 from testtime.data.frost import read_frost
 from testtime.storage import FileError, PathLike
 
-_SHOWN = 150  # pixels that the longer side of a cell shall have, about
+_SHOWN = 150  # approximate longer side of a cell in pixels
 _GAP = 6
 _MARGIN = 150  # for the names
 _HEADER = 30
-_LARGEST = 224  # short side that larger pictures are scaled to first: the size the severities were made for
+_LARGEST = 224  # short side that larger pictures are reduced to, the size that the severities are defined for
 
 
 def draw_gallery(
@@ -31,20 +31,20 @@ def draw_gallery(
     """Draw every corruption of one image at every severity, with labels.
 
     Args:
-        image: uint8, or float in 0 to 1, `(C, H, W)`.
+        image: uint8, or float in [0, 1], `(C, H, W)`.
         seed: Seed of the draws.
-        number: The image's number in its set.
-        scale: Whose parameters: "cifar", "imagenet", or "auto" by the image's size.
-        frost: Folder with frost photographs; procedural textures if not given.
+        number: Sample index of the image, which the draws also depend on.
+        scale: Parameters of "cifar" or "imagenet", or "auto" by the image's size.
+        frost: Folder of frost photographs; None: procedural textures.
 
     Returns:
-        The picture, 15 rows of 6.
+        The figure, 15 rows of 6 images.
     """
     if image.is_floating_point():
         image = (image * 255).round().clamp(0, 255).to(torch.uint8)
     height, width = image.shape[-2:]
     zoom = _SHOWN / max(height, width)
-    factor = max(1, int(zoom))  # small images are shown in whole blocks, so that every pixel is seen
+    factor = max(1, int(zoom))  # an integer, so that the pixels of small images are equal blocks
     size = (width * factor, height * factor) if zoom >= 1 else (max(1, int(width * zoom)), max(1, int(height * zoom)))
     filter = Image.Resampling.NEAREST if zoom >= 1 else Image.Resampling.BOX
 
@@ -80,24 +80,24 @@ def write_gallery(
     scale: Scale = "auto",
     frost: PathLike | None = None,
 ) -> Path:
-    """Write the gallery of a picture file. Pictures larger than 224 are scaled down to that first.
+    """Write the gallery of a picture file. A short side above 224 is first reduced to that.
 
     Args:
-        source: The picture to read.
-        target: The PNG to write.
+        source: Input picture.
+        target: Output PNG.
         seed: Seed of the draws.
-        scale: Whose parameters: "cifar", "imagenet", or "auto" by the picture's size.
-        frost: Folder with frost photographs; procedural textures if not given.
+        scale: Parameters of "cifar" or "imagenet", or "auto" by the picture's size.
+        frost: Folder of frost photographs; None: procedural textures.
 
     Returns:
         The target.
 
     Raises:
-        FileError: If the source cannot be read, or the target is the source or not a .png.
+        FileError: The source cannot be read, or the target is the source or not a .png.
     """
     target = Path(target)
     if target.suffix.lower() != ".png":
-        raise FileError(target, "not the name of a PNG", "end it in .png")
+        raise FileError(target, "not the name of a PNG", "use the suffix .png")
     check_apart(source, target)
     picture = read_picture(source)
     short = min(picture.size)

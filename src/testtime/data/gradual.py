@@ -1,9 +1,9 @@
-"""Gradually changing shift: noise that grows along the test set, the paper's section of that name.
+"""Gradually changing shift: noise that increases along the test set (paper, the section of that name).
 
-The set is shuffled once; its t-th image is corrupted with a standard deviation that moves linearly from that of level 1
-at the first image to that of level 5 at the last. For gaussian noise that is its parameter. Shot noise of c photons
-deviates in proportion to 1/√c, and impulse noise that replaces a share p of the values in proportion to √p, so it is
-1/√c and √p that move linearly.
+The set is shuffled once; the standard deviation of the noise increases linearly from that of level 1 at the first image
+to that of level 5 at the last. For Gaussian noise, that is its parameter. The standard deviation of shot noise with c
+photons is proportional to 1/√c, that of impulse noise that replaces a fraction p of the values to √p, so 1/√c and √p
+are interpolated linearly.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ NOISES: tuple[str, ...] = get_args(NoiseName)
 
 
 class Gradual(DerivedSet):
-    """Another test set as a stream under growing noise; sample t is the t-th image of the stream.
+    """Another test set as a stream under increasing noise; sample t is the t-th image of the stream.
 
     Args:
         base: The set to corrupt.
         noise: One of the three noises.
-        name: What it is called; None is `BASE-gradual/NOISE`.
+        name: Name of the set; None: `BASE-gradual/NOISE`.
         seed: Seed of the shuffle and of the noise.
-        scale: Whose levels 1 and 5: `cifar`, `imagenet`, or `auto` by the size of the images.
+        scale: Levels of `cifar` or `imagenet`, or `auto` by the size of the images.
     """
 
     ordered = True
@@ -59,13 +59,13 @@ class Gradual(DerivedSet):
         self.origin = f"generated from {base.name} (seed {seed}, scale {self.scale})"
 
     def strengths(self, numbers: Tensor) -> Tensor:
-        """The noise's own parameter at some positions of the stream.
+        """Return the parameter of the noise at some positions of the stream.
 
         Args:
             numbers: Positions, int64 `(n,)`.
 
         Returns:
-            float32 `(n,)`: standard deviation, photons at full white, or share of values replaced.
+            float32 `(n,)`: standard deviation, photons at full white, or fraction of values replaced.
         """
         first, last = (float(severity_level(self.noise, level, self.scale)) for level in (1, 5))
         share = numbers.to(torch.float64) / max(len(self) - 1, 1)
@@ -88,11 +88,11 @@ def _ends(first: float, last: float) -> tuple[Tensor, Tensor]:
 
 
 def make_gradual(base: Family, what: str) -> Family:
-    """The test set of another family under growing noise.
+    """Make a family of another family's test set under increasing noise.
 
     Args:
-        base: The family.
-        what: What its test set is called in a sentence.
+        base: The other family.
+        what: The name of its test set, for the description.
     """
     name = f"{base.name}-gradual"
 
@@ -103,5 +103,5 @@ def make_gradual(base: Family, what: str) -> Family:
         own = {key: options.pop(key) for key in ("seed", "scale") if key in options}
         return Gradual(base.open("", root, "test", **options), part, f"{name}/{part}", **own)
 
-    line = f"{what} under growing noise, 3 noises"
+    line = f"{what} under increasing noise, 3 noises"
     return Family(name, line, open, parts=NOISES, base=base, sized=base.sized, pictures=base.pictures)

@@ -1,11 +1,12 @@
-"""ImageNet and ImageNet-C from their official folders: the paper's section on ImageNet.
+"""ImageNet and ImageNet-C from their official folders (paper, the section on ImageNet).
 
-ImageNet has `train/WNID/*.JPEG` and `val/WNID/*.JPEG`; labels number the WordNet ids in sorted order, which is the
-order of every usual 1,000-way network. A part of the classes works the same way: their labels count from 0, or follow
-`classes` where the network has more. Test images are the short side resized to 256 and the centre 224 cropped.
-ImageNet-C has `NAME/LEVEL/WNID/*.JPEG` at 224×224; where it is absent, it is made from the validation images: whatever
-their own size, their short side becomes 256, the centre 224 is cropped and corrupted, and for a network of another size
-the corrupted image is scaled, as a published one would be.
+ImageNet has `train/WNID/*.JPEG` and `val/WNID/*.JPEG`; labels are the positions of the WordNet ids in sorted order,
+which is the order of all common 1,000-class networks. A subset of the classes works the same way: labels start at 0, or
+follow `classes` if the network has more. Test images are resized to a short side of 256, and the centre 224 is cropped.
+
+ImageNet-C has `NAME/LEVEL/WNID/*.JPEG` at 224×224. If it is absent, it is generated from the validation images: the
+short side is resized to 256, the centre 224 cropped and corrupted; for networks of another size the corrupted image is
+resized, as a published one would be.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 Packed = bool | PathLike | None
 CORRUPTED_SIZE = 224
-_GROUPS = ("", "noise", "blur", "weather", "digital", "extra")  # the archives of ImageNet-C, extracted each by itself
+_GROUPS = ("", "noise", "blur", "weather", "digital", "extra")  # the archives of ImageNet-C, extracted separately
 
 
 def load(
@@ -46,24 +47,24 @@ def load(
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> TestSet:
-    """ImageNet, or a part of its classes.
+    """Open ImageNet, or a subset of its classes.
 
     Args:
-        root: The data root, or the folder that holds `train` and `val`.
-        split: `train` or `val`; `test` is another name for `val`, whose labels are public.
+        root: The data root, or the folder with `train` and `val`.
+        split: `train` or `val`; `test` is an alias of `val`, whose labels are public.
         size: Height and width of the images.
-        resize: The short side before the centre crop; None is 8/7 of the size, 256 for 224.
-        classes: WordNet ids in the order of the network's outputs; None takes the folders there are.
-        threads: Pictures decoded at once; None takes one for each core.
-        packed: Cache the decoded images in one memory-mapped file: in this folder, or, for True, in `packed` under the
-            data root. The first opening writes it and takes as long as decoding everything. None reads from there if
-            all of it is there, False never does.
-        on_bad: "fail" finds a picture that cannot be read before the set is used, "skip" leaves such pictures and
-            classes without pictures out; None finds out when a picture is read.
-        progress: Called with how many of how many images are packed or checked.
+        resize: The short side before the centre crop; None: 8/7 of the size, 256 for 224.
+        classes: WordNet ids in the order of the network's outputs; None: all folders.
+        threads: Number of decoding threads; None: one per core.
+        packed: Cache the decoded images in one memory-mapped file: in this folder, or, if True, in `packed` under the
+            data root. The first call decodes everything to write it. None: use the file if it is complete; False:
+            never.
+        on_bad: "fail" raises an error for an unreadable picture when the set is opened; "skip" leaves unreadable
+            pictures and empty classes out. None: errors are raised when a picture is read.
+        progress: Called with the number of images packed or checked and their total.
 
     Raises:
-        DataError: It is not there, a class is empty, or a picture cannot be read.
+        DataError: It is missing, a class is empty, or a picture cannot be read.
     """
     pictures = list_pictures(root, split, size, resize, classes, threads, on_bad)
     return _packed(
@@ -80,13 +81,13 @@ def list_pictures(
     threads: int | None = None,
     on_bad: OnBad | None = None,
 ) -> PictureSet:
-    """ImageNet's picture files, none of them opened yet; arguments as for `load`."""
+    """List ImageNet's picture files without opening them; arguments as for `load`."""
     if split not in ("train", "val", "test"):
         raise ValueError(f"`split` must be 'train', 'val' or 'test', got {split!r}.")
     split = "val" if split == "test" else split
     folder = find(root)
     if folder is None:
-        raise DataError(data_root(root), "holds no imagenet folder with train and val", "name another root")
+        raise DataError(data_root(root), "holds no imagenet folder with train and val", "choose another root")
     files, labels, found, notes = list_classes(folder / split, classes, on_bad)
     name = "imagenet" if split == "val" else "imagenet/train"
     pictures = PictureSet(name, folder / split, files, labels, found, size, resize, threads, notes=notes)
@@ -95,7 +96,7 @@ def list_pictures(
 
 
 def find(root: Root = None) -> Path | None:
-    """The folder with `train` and `val` from which ImageNet would be read, or None."""
+    """Return the folder with `train` and `val` to read ImageNet from, or None."""
     root = data_root(root)
     paths = (root / "imagenet", root / "ImageNet", root / "ILSVRC2012", root)
     return next((path for path in paths if (path / "val").is_dir() or (path / "train").is_dir()), None)
@@ -117,28 +118,28 @@ def load_c(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> TestSet:
-    """One corruption of ImageNet-C at one level.
+    """Open one corruption of ImageNet-C at one level.
 
     Args:
-        corruption: Its name, such as `fog`.
+        corruption: Its name, for example `fog`.
         level: 1 to 5.
-        root: The data root, or the folder that holds the corruptions.
+        root: The data root, or the folder of the corruptions.
         source: `official` reads the published pictures, `generated` corrupts the validation images with
-            `testtime.corruptions`, `auto` takes the pictures where they are.
+            `testtime.corruptions`, `auto` uses the pictures if they exist.
         seed: Seed of the generated images.
-        size: Height and width of the images; other than 224 they are scaled after they have been corrupted.
-        resize: The short side before the centre crop; None is the size itself for the published pictures, which are
-            already cropped, and 256 for generated ones, which are cropped to 224.
+        size: Height and width of the images; if not 224, they are resized after the corruption.
+        resize: The short side before the centre crop; None: `size` for the published pictures, which are already
+            cropped, and 256 for generated ones, which are cropped to 224.
         classes: As in `load`.
         threads: As in `load`.
         packed: As in `load`.
-        frost: Folder of frost photographs for generated `frost`; None takes procedural textures.
+        frost: Folder of frost photographs for generated `frost`; None: procedural textures.
         on_bad: As in `load`.
-        device: Where images are generated.
+        device: Device to generate images on.
         progress: As in `load`.
 
     Raises:
-        DataError: Neither is there, the level is missing, or a picture cannot be read.
+        DataError: Both sources are missing, the level is missing, or a picture cannot be read.
     """
     check_choice(corruption, level, source)
     name = f"imagenet-c/{corruption}/{level}"
@@ -162,7 +163,7 @@ def load_c(
 
 
 def find_c(root: Root = None, corruption: str | None = None) -> Path | None:
-    """The folder of ImageNet-C, or that of one of its corruptions, or None."""
+    """Return the folder of ImageNet-C, or of one of its corruptions, or None."""
     root = data_root(root)
     paths = (root / "imagenet-c", root / "ImageNet-C", root)
     if corruption is None:
@@ -178,7 +179,7 @@ def _packed(
     on_bad: OnBad | None,
     progress: Progress | None,
 ) -> TestSet:
-    """The set itself or its packed form, with every picture checked where that is asked for."""
+    """Return the set or its packed form, after checking every picture if `on_bad` is given."""
     if on_bad is not None:
         check_on_bad(on_bad)
     usual = data_root(root) / "packed" / name
@@ -193,14 +194,14 @@ def _packed(
 
 
 def check(parts: Sequence[str], root: Root, progress: Progress | None) -> list[str]:
-    """Faults of ImageNet, every picture decoded; a split that is not there at all is a choice, not a fault."""
+    """Check ImageNet by decoding every picture; a missing split is not a fault."""
     path = find(root)
     splits: list[Any] = [split for split in ("val", "train") if path is not None and (path / split).is_dir()]
     return check_pictures([functools.partial(list_pictures, root, split) for split in splits or ["val"]], progress)
 
 
 def check_c(parts: Sequence[str], root: Root, progress: Progress | None) -> list[str]:
-    """Faults of the parts of ImageNet-C, every picture decoded."""
+    """Check parts of ImageNet-C by decoding every picture."""
     return check_pictures(
         [functools.partial(_open_c, part, root, source="official", packed=False) for part in parts], progress
     )
@@ -214,7 +215,7 @@ def _find_fault(root: Root, path: Path) -> str | None:
     found = load(root, "val")
     if (len(found.classes), len(found)) == (1000, 50_000):
         return None
-    return f"val has {len(found):,} pictures of {len(found.classes):,} classes; all are 50,000 of 1,000"
+    return f"val has {len(found):,} pictures of {len(found.classes):,} classes; the full set has 50,000 of 1,000"
 
 
 def _find_fault_c(root: Root, path: Path) -> str | None:
@@ -234,8 +235,8 @@ IMAGENET = Family(
     find=find,
     find_fault=_find_fault,
     folder="imagenet",
-    elsewhere="ImageNet needs an account at https://image-net.org; put its train and val folders, with a folder for "
-    "each WordNet id, into {root}/imagenet",
+    elsewhere="ImageNet needs an account at https://image-net.org; put its train and val folders, with one folder per "
+    "WordNet id, into {root}/imagenet",
     sized=True,
     pictures=True,
     has_train=True,

@@ -1,9 +1,9 @@
-"""Pack a test set into one memory-mapped file, so that decoding or corrupting it is paid for once.
+"""Pack a test set into one memory-mapped file, so that it is decoded or generated only once.
 
-A packed set is a folder with `images.u8`, all images one after the other as bytes `(N, C, H, W)`, and `index.json`:
-shape, labels, classes, the source's fingerprint, a SHA-256 for each block of images, and the pictures that could not be
-read, which are black there and are left out when the set is opened. The index is written last and whole, so a folder
-with an index is a complete set. Packing that was interrupted goes on where it stopped.
+A packed set is a folder with `images.u8`, all images as bytes `(N, C, H, W)`, and `index.json`: shape, labels, classes,
+the source's fingerprint, a SHA-256 per block of images, and the unreadable pictures, which are black in the file and
+left out when the set is opened. The index is written last and atomically, so a folder with an index is complete.
+Interrupted packing can be resumed.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ log = logging.getLogger(__name__)
 
 _FORMAT = 1
 _THREADS = 8
-_ALONE = 1 << 21  # bytes that one thread copies sooner than several
+_ALONE = 1 << 21  # bytes up to which one thread is faster than several
 
 
 class PackedSet(ArraySet):
-    """A packed set, memory-mapped; to the rest it is the set it was packed from.
+    """A memory-mapped packed set, with the name and fingerprint of its source.
 
     Args:
-        folder: Where it is.
+        folder: Its folder.
         index: Its index.
-        images: uint8 `(N, C, H, W)`, those that could not be read included.
+        images: uint8 `(N, C, H, W)`, including the unreadable ones.
 
     Attributes:
-        lost: A line for each picture that could not be read when the set was packed.
+        lost: One line per picture that was unreadable when the set was packed.
     """
 
     def __init__(self, folder: Path, index: dict[str, Any], images: np.ndarray) -> None:
@@ -57,7 +57,7 @@ class PackedSet(ArraySet):
             labels = torch.tensor(index["labels"], dtype=torch.int64, device="cpu")[self._rows]
         super().__init__(index["name"], [images], labels, index["classes"], f"{index['origin']}, packed")
         self.folder = folder
-        self._mark = leave_out(index["fingerprint"], list(bad))
+        self._fingerprint = leave_out(index["fingerprint"], list(bad))
         self.lost = tuple(line for _, line in index["skipped"])
         self._skipped = (*index["notes"], *self.lost)
 
@@ -69,8 +69,8 @@ class PackedSet(ArraySet):
         return self._skipped
 
     def fingerprint(self) -> str:
-        """The source's: the images are the same, so a run may go on with either."""
-        return self._mark
+        """Return the source's fingerprint: the images are the same, so a run can be resumed with either."""
+        return self._fingerprint
 
     def _read(self, numbers: Tensor) -> Tensor:
         rows, source = self._rows[numbers].tolist(), self.parts[0]
@@ -80,7 +80,7 @@ class PackedSet(ArraySet):
             for number in range(first, last):
                 out[number] = source[rows[number]]
 
-        # Several threads, because each image may be a wait for the disk.
+        # Several threads, because each image may wait for the disk.
         count = 1 if out.nbytes <= _ALONE else min(_THREADS, len(rows))
         bounds = [len(rows) * piece // count for piece in range(count + 1)]
         if count == 1:
@@ -98,15 +98,15 @@ def pack(
     progress: Progress | None = None,
     on_bad: OnBad = "fail",
 ) -> PackedSet:
-    """Write a set's images into one file, or open the file where that has been done.
+    """Write a set's images to one file, or open the file if it exists.
 
     Args:
-        source: The set; one with several right labels a sample cannot be packed.
-        folder: Where to put it. What is packed there of another source, or of an older state of this one, is replaced.
+        source: The set; sets with several right labels per sample cannot be packed.
+        folder: The output folder. A packed set of another source, or of an older state of this one, is replaced.
         block: Images read and written at a time; the next block is decoded while one is written.
-        progress: Called with how many of how many images are done; also while another process packs the same set.
-        on_bad: What to do about a picture file that cannot be read. After "fail" has stopped at one, packing goes on
-            from there with "skip", or once the file is mended.
+        progress: Called with the number of images done and their total; also while another process packs the same set.
+        on_bad: What to do with unreadable pictures. After "fail" has stopped at one, packing can be resumed with
+            "skip", or once the file is repaired.
 
     Returns:
         The packed set, memory-mapped.
@@ -115,7 +115,7 @@ def pack(
         DataError: A picture of the source cannot be read, or the folder cannot be written.
     """
     if source.right is not None:
-        raise ValueError(f"{source.name} has several right labels a sample and cannot be packed.")
+        raise ValueError(f"{source.name} has several right labels per sample and cannot be packed.")
     if block < 1:
         raise ValueError(f"`block` must be at least 1, got {block}.")
     check_on_bad(on_bad)
@@ -123,11 +123,11 @@ def pack(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(folder, f"cannot be made ({error_text(error)})") from None
+        raise DataError(folder, f"cannot be created ({error_text(error)})") from None
     with _alone(folder, lambda: _report(folder, block, len(source), progress)):
         if find_packed(source, folder) is None:
             if (folder / "index.json").exists():
-                log.info("%s is packed anew", folder)
+                log.info("packing %s again", folder)
             header = {"format": _FORMAT, "fingerprint": source.fingerprint(), "block": block}
             try:
                 _write(source, folder, header, progress, on_bad)
@@ -140,7 +140,7 @@ def pack(
 
 
 def find_packed(source: TestSet, folder: str | os.PathLike[str]) -> PackedSet | None:
-    """The packed form of a set, if the folder holds all of it in its present state."""
+    """Return the packed form of a set, or None if the folder has no complete and current one."""
     folder = Path(folder)
     if not (folder / "index.json").is_file():
         return None
@@ -152,10 +152,10 @@ def find_packed(source: TestSet, folder: str | os.PathLike[str]) -> PackedSet | 
 
 
 def open_packed(folder: str | os.PathLike[str]) -> PackedSet:
-    """Open a packed set; its source need not be there any more.
+    """Open a packed set; its source is not needed.
 
     Raises:
-        DataError: It is incomplete or damaged, as far as lengths show; `find_damage` reads everything.
+        DataError: It is incomplete or damaged, judging by file sizes; `find_damage` verifies the content.
     """
     folder = Path(folder)
     index = _read_index(folder)
@@ -173,10 +173,10 @@ def open_packed(folder: str | os.PathLike[str]) -> PackedSet:
 
 
 def find_damage(folder: str | os.PathLike[str]) -> list[str]:
-    """Read a packed set through and compare it with its checksums.
+    """Verify the checksums of a packed set.
 
     Returns:
-        One line for each damaged block; empty when all is well.
+        One line per damaged block; empty if there are none.
     """
     folder = Path(folder)
     try:
@@ -197,14 +197,14 @@ def _write(source: TestSet, folder: Path, header: dict[str, Any], progress: Prog
     size, block = int(np.prod(source.shape)), header["block"]
     data, journal = folder / "images.part", folder / "blocks.part"
     lines = _resumable(data, journal, header, block * size)
-    if on_bad == "fail":  # what was skipped before is tried again
+    if on_bad == "fail":  # skipped pictures are tried again
         lines = lines[: next((number for number, line in enumerate(lines) if line[1]), len(lines))]
     start = len(lines) * block
     if lines:
-        log.info("%s: packing goes on after %d images", folder, start)
+        log.info("%s: resuming after %d images", folder, start)
     heading = [json.dumps(header), *(json.dumps(line) for line in lines)]
     write_whole(journal, "".join(f"{line}\n" for line in heading))
-    # Images go to disk before the journal line that vouches for them.
+    # Images are written before their line in the journal.
     with open(data, "r+b" if lines else "wb") as images, open(journal, "a") as notes:
         images.seek(start * size)
         images.truncate()
@@ -225,11 +225,11 @@ def _write(source: TestSet, folder: Path, header: dict[str, Any], progress: Prog
         "shape": list(source.shape),
         "classes": list(source.classes),
         "labels": None if source.labels is None else source.labels.tolist(),
-        "blocks": [seal for seal, _ in lines],
+        "blocks": [checksum for checksum, _ in lines],
         "skipped": [fault for _, faults in lines for fault in faults],
         "notes": list(source.skipped),
     }
-    (folder / "index.json").unlink(missing_ok=True)  # between the two renames there must be no index of old images
+    (folder / "index.json").unlink(missing_ok=True)  # so that an old index never describes new images
     os.replace(data, folder / "images.u8")
     write_whole(folder / "index.json", json.dumps(index))
     journal.unlink()
@@ -238,7 +238,7 @@ def _write(source: TestSet, folder: Path, header: dict[str, Any], progress: Prog
 def _read_blocks(
     source: TestSet, start: int, block: int, on_bad: OnBad
 ) -> Iterator[tuple[int, memoryview, list[tuple[int, str]]]]:
-    """How many images are done, a block's bytes, and the faults of what could not be read in it."""
+    """Yield the number of images done, the bytes of a block, and the faults of its unreadable pictures."""
     for first in range(start, len(source), block):
         numbers = torch.arange(first, min(first + block, len(source)), device="cpu")
         faults: list[tuple[int, str]] = []
@@ -251,13 +251,13 @@ def _read_blocks(
 
 
 def _resumable(data: Path, journal: Path, header: dict[str, Any], block_bytes: int) -> list[list[Any]]:
-    """What an interrupted packing of the same source has written whole: for each block its checksum and its faults."""
+    """Return the checksum and faults of each block that an interrupted packing of the same source completed."""
     try:
         check_file(journal)
         first, *found = journal.read_text().splitlines()
         if parse_json(first) != header:
             return []
-        # Only full blocks are taken up again, so a short last one is simply redone; so is a half-written line.
+        # Only full blocks are reused; a short last block or a partial line is redone.
         lines = [line for line in map(_read_line, found) if line is not None][: data.stat().st_size // block_bytes]
         with open(data, "rb") as images:
             images.seek(max(len(lines) - 1, 0) * block_bytes)
@@ -269,15 +269,15 @@ def _resumable(data: Path, journal: Path, header: dict[str, Any], block_bytes: i
 
 def _read_line(text: str) -> list[Any] | None:
     try:
-        seal, faults = parse_json(text)
+        checksum, faults = parse_json(text)
     except (ValueError, TypeError):
         return None
-    sound = isinstance(seal, str) and isinstance(faults, list) and all(_is_fault(fault) for fault in faults)
-    return [seal, faults] if sound else None
+    sound = isinstance(checksum, str) and isinstance(faults, list) and all(_is_fault(fault) for fault in faults)
+    return [checksum, faults] if sound else None
 
 
 def _is_fault(fault: Any) -> bool:
-    """Whether something is the number of an image with a line on what is wrong with it."""
+    """Whether a value is the index of an image with a description of its fault."""
     return isinstance(fault, list) and len(fault) == 2 and type(fault[0]) is int and isinstance(fault[1], str)
 
 
@@ -316,10 +316,10 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _alone(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Let one process at a time pack into a folder; the others wait, say so now and then, and find it done."""
+    """Lock a folder for packing; while another process holds the lock, call `waiting` repeatedly."""
     try:
         import fcntl
-    except ImportError:  # Windows has no such lock; there two packers would only waste work
+    except ImportError:  # Windows, where concurrent packing only duplicates work
         yield
         return
     try:
@@ -338,7 +338,7 @@ def _alone(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def _report(folder: Path, block: int, total: int, progress: Progress | None) -> None:
-    """Report how far another process is."""
+    """Report the progress of another process."""
     if progress is not None:
         with contextlib.suppress(OSError):
             done = (folder / "blocks.part").read_bytes().count(b"\n") - 1

@@ -1,7 +1,7 @@
-"""Where data sets lie on disk, and reading their small files with care.
+"""Paths of data sets, and safe reading of their small files.
 
 The data root is the argument, else the environment variable `TESTTIME_DATA`, else `testtime` in the user's cache
-folder. Nothing is ever read through a link that leads out of the data set's own folder.
+folder. Links that lead out of a data set's folder are not followed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from testtime.storage import check_file, error_text
 
 
 def data_root(root: str | os.PathLike[str] | None = None) -> Path:
-    """The folder in which data sets are searched for; it need not exist.
+    """Return the folder of all data sets; it may not exist.
 
     Args:
-        root: The folder itself; None takes `TESTTIME_DATA`, else `$XDG_CACHE_HOME/testtime`, else `~/.cache/testtime`.
+        root: The folder; None: `$TESTTIME_DATA`, else `$XDG_CACHE_HOME/testtime`, else `~/.cache/testtime`.
     """
     if root is not None:
         return Path(os.path.expanduser(root))
@@ -30,21 +30,19 @@ def data_root(root: str | os.PathLike[str] | None = None) -> Path:
 
 
 def first_existing(paths: Iterable[Path]) -> Path | None:
-    """The first of some paths that exists, or None."""
+    """Return the first path that exists, or None."""
     return next((path for path in paths if path.exists()), None)
 
 
 def within(path: Path, tree: Path) -> Path:
-    """`path` itself, once it is sure that no link on the way leads out of `tree`.
-
-    The tree may be a link; only what is inside it counts.
+    """Return `path` after checking that no link in it leads out of `tree`, which may itself be a link.
 
     Raises:
-        DataError: It leads out, or goes round in circles.
+        DataError: A link leads out, or is circular.
     """
     try:
         inside = path.resolve().is_relative_to(tree.resolve())
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a circle; ValueError: no name for a file
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a circular link; ValueError: an invalid name
         raise DataError(path, f"cannot be followed ({error_text(error)})") from None
     if not inside:
         raise DataError(path, f"leads out of {tree}")
@@ -52,10 +50,10 @@ def within(path: Path, tree: Path) -> Path:
 
 
 def regular(path: Path, tree: Path) -> Path:
-    """`path` itself, once it is sure that it is a file of the tree and not empty.
+    """Return `path` after checking that it is a non-empty regular file in the tree.
 
     Raises:
-        DataError: It is missing, empty, outside the tree, or something else than a file.
+        DataError: It is missing, empty, outside the tree, or not a regular file.
     """
     with as_data_errors():
         check_file(within(path, tree))
@@ -63,10 +61,10 @@ def regular(path: Path, tree: Path) -> Path:
 
 
 def read_json(path: Path, tree: Path) -> Any:
-    """The content of a JSON file of a data set.
+    """Read a JSON file of a data set.
 
     Raises:
-        DataError: It is missing, outside the tree, or not JSON.
+        DataError: It is missing, outside the tree, or not valid JSON.
     """
     with as_data_errors():
         return storage.read_json(within(path, tree))

@@ -1,9 +1,9 @@
-"""Read the python version of CIFAR-10 without unpickling anything.
+"""Read the python version of CIFAR-10 without `pickle`.
 
-A pickle is a program for a small stack machine, and Python's own machine can be made to call any function. The batches
-of `cifar-10-batches-py` need very little of it: dictionaries, lists, strings, small integers, and the two steps in
-which numpy describes an array of bytes. This reader is a machine with just those instructions. It never imports, calls
-or constructs what a file names; the names are compared with the few that are expected, and anything else is refused.
+A pickle is a program for a stack machine, and Python's implementation can be made to call any function. The batches of
+`cifar-10-batches-py` need only a few instructions: for dictionaries, lists, strings, small integers, and the two calls
+with which numpy describes an array of bytes. This reader implements just those. It never imports, calls or constructs
+anything that a file names; names are compared with the few expected ones, and all others are rejected.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import numpy as np
 
 from testtime.data.sets import DataError
 
-# An official batch has 10,000 labels and 10,000 file names, each remembered: a few ten thousand steps.
+# An official batch has 10,000 labels and 10,000 memoised file names: tens of thousands of steps.
 _MOST_STEPS, _MOST_ITEMS, _DEEPEST = 1 << 18, 1 << 16, 4
 
 
 class _Global:
-    """A name that the file mentions; nothing is imported."""
+    """A name in the file; nothing is imported."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class _Type:
-    """The element type under construction; only bytes are accepted."""
+    """The dtype under construction; only bytes are accepted."""
 
 
 class _Array:
@@ -39,21 +39,21 @@ class _Array:
 
 
 class _Refused(Exception):
-    """What the machine does not do."""
+    """An unsupported instruction or value."""
 
 
 def read_batch(buffer: np.ndarray, path: Path) -> dict[bytes, Any]:
-    """The dictionary that a CIFAR-10 batch holds.
+    """Parse the dictionary of a CIFAR-10 batch.
 
     Args:
-        buffer: The file's bytes, uint8 `(length,)`, memory-mapped or not.
-        path: What to call the file in errors.
+        buffer: The file's bytes, uint8 `(length,)`.
+        path: The file, for error messages.
 
     Returns:
         Its content; strings are bytes, and the array is a view into the buffer.
 
     Raises:
-        DataError: The file is cut short, or holds an instruction or a name that no CIFAR-10 batch has.
+        DataError: The file is truncated, or has an instruction or a name that no CIFAR-10 batch needs.
     """
     try:
         found = _Machine(buffer.data).run()
@@ -67,7 +67,7 @@ def read_batch(buffer: np.ndarray, path: Path) -> dict[bytes, Any]:
 
 
 class _Machine:
-    """The stack machine: bytes to read, a stack with marks in it, and a memo of stored items."""
+    """The stack machine: its program, a stack with marks, and a memo."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
@@ -76,7 +76,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """What is on top of the stack when the program stops."""
+        """Run the program and return the top of the stack."""
         for _ in range(_MOST_STEPS):
             code = self.take(1)[0]
             if code == _STOP:
@@ -90,18 +90,18 @@ class _Machine:
         raise _Refused(f"more than {_MOST_STEPS:,} instructions")
 
     def take(self, count: int) -> memoryview:
-        """The next bytes of the program, not copied."""
+        """Read the next bytes of the program, without a copy."""
         if count < 0 or self.at + count > len(self.data):
             raise IndexError(f"needs {count} bytes at {self.at}, the file has {len(self.data)}")
         self.at += count
         return self.data[self.at - count : self.at]
 
     def number(self, form: str) -> int:
-        """The next bytes as a number, `form` as for `struct`."""
+        """Read an integer, with `form` as for `struct`."""
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def line(self) -> str:
-        """The next bytes up to a line end. Names are short: a missing line end must not be searched for in 30 MB."""
+        """Read a line; names are short, so a newline is searched for in the next 200 bytes only."""
         end = bytes(self.data[self.at : self.at + 200]).index(b"\n")
         return bytes(self.take(end + 1)[:-1]).decode("ascii", "replace")
 
@@ -109,15 +109,15 @@ class _Machine:
         self.stack.append(item)
 
     def pop(self, count: int = 1) -> Any:
-        """The topmost item, or a list of several; those below the last mark are not there to be popped."""
+        """Pop the top item, or a list of several; items below the last mark cannot be popped."""
         if len(self.stack) - (self.marks[-1] if self.marks else 0) < count:
-            raise IndexError("too little on the stack")
+            raise IndexError("too few items on the stack")
         items = self.stack[-count:]
         del self.stack[-count:]
         return items[0] if count == 1 else items
 
     def top(self) -> Any:
-        """The topmost item, left in place."""
+        """Return the top item without popping it."""
         self.push(item := self.pop())
         return item
 
@@ -129,7 +129,7 @@ class _Machine:
 
 
 class _Tuple(tuple[Any, ...]):
-    """A tuple that knows how deep the tuples in it go."""
+    """A tuple with its nesting depth."""
 
     depth: int
 
@@ -191,7 +191,7 @@ _INSTRUCTIONS: dict[int, Callable[[_Machine], None]] = {
     0x88: lambda machine: machine.push(True),
     0x89: lambda machine: machine.push(False),
     ord("U"): lambda machine: machine.push(bytes(machine.take(machine.number("<B")))),  # up to 255 bytes
-    ord("T"): lambda machine: machine.push(machine.take(machine.number("<i"))),  # the pixels, left where they are
+    ord("T"): lambda machine: machine.push(machine.take(machine.number("<i"))),  # the pixels, not copied
     ord("q"): lambda machine: _remember(machine, "<B"),
     ord("r"): lambda machine: _remember(machine, "<I"),
     ord("h"): lambda machine: machine.push(machine.memo[machine.number("<B")]),
@@ -233,7 +233,7 @@ def _expect(item: Any, kind: type) -> Any:
 
 
 def _describe(callee: Any, arguments: Any) -> _Array | _Type:
-    """Stand in for the two calls with which numpy announces an array of bytes."""
+    """Emulate the two calls with which numpy describes an array of bytes."""
     name = callee.name if isinstance(callee, _Global) else None
     if name is not None and name.endswith("_reconstruct") and len(arguments) == 3:
         first = arguments[0]
@@ -245,7 +245,7 @@ def _describe(callee: Any, arguments: Any) -> _Array | _Type:
 
 
 def _fill(target: Any, state: Any) -> None:
-    """Stand in for the step that hands an array its shape and bytes."""
+    """Emulate the instruction that sets the shape and bytes of an array."""
     if isinstance(target, _Type):
         return
     if not isinstance(target, _Array):

@@ -1,11 +1,11 @@
-"""Decode picture files that nobody vouches for.
+"""Decode untrusted picture files.
 
-Whatever a file holds, the outcome is an RGB picture or one `DataError` that names the file and the fault. Pictures are
-turned upright as their EXIF orientation says, 16-bit gray is scaled to 8 bits, transparent parts become white, and
-a header that promises more pixels than the limit is refused before a single one is decoded.
+Whatever the content of a file, the result is an RGB picture or a `DataError` that names the file and the fault. The
+EXIF orientation is applied, 16-bit gray is scaled to 8 bits, transparent parts become white, and pictures with more
+pixels than the limit are rejected before they are decoded.
 
-`fit_picture` is the paper's test-time geometry for ImageNet (its appendix on experimental details): the short side
-resized to 256, then a centre crop of 224, with the rounding of the usual PIL pipeline.
+`fit_picture` applies the paper's test-time transform for ImageNet (its appendix on experimental details): resize the
+short side to 256, then crop the centre 224, with the rounding of the usual PIL pipeline.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from testtime.data.sets import DataError, as_data_errors
 from testtime.storage import check_file, error_text
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
-"""File names that end like this, in either case, are taken for pictures."""
+"""Suffixes of picture files, in lower case."""
 
-# Only formats that Pillow decodes by itself: others (EPS) would start programs.
+# Only formats that Pillow decodes itself: others (EPS) start external programs.
 _FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 _ORIENTATION, _BITS = 0x0112, 0x0102
 _UPRIGHT = {
@@ -47,16 +47,16 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 
-# The filter with which Pillow's warnings are ignored, as `warnings.filters` holds it.
+# The filter that ignores Pillow's warnings, as an entry of `warnings.filters`.
 _QUIET = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
-logging.getLogger("PIL").addHandler(logging.NullHandler())  # else its errors go to standard error
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # otherwise its errors are printed to standard error
 
 PictureFile = str | os.PathLike[str] | BinaryIO
 Resize = int | Literal["stretch"]
 
 
 def open_picture(source: PictureFile, limit: int = PIXEL_LIMIT) -> Image.Image:
-    """A picture as it is, upright, in RGB or, if it is gray, in 8-bit gray; arguments and errors of `read_picture`."""
+    """Open a picture, upright, in RGB or, if it is gray, in 8-bit gray; arguments and errors as for `read_picture`."""
     with _opened(source, limit) as image:
         picture = _to_rgb(image, source)
         is_gray = image.mode in ("1", "L", "LA", "La") or image.mode.startswith("I")
@@ -64,39 +64,39 @@ def open_picture(source: PictureFile, limit: int = PIXEL_LIMIT) -> Image.Image:
 
 
 def read_size(source: PictureFile, limit: int = PIXEL_LIMIT) -> tuple[int, int]:
-    """Width and height of a picture as its header gives them; arguments and errors of `read_picture`."""
+    """Read width and height from the header of a picture; arguments and errors as for `read_picture`."""
     with _opened(source, limit) as image:
         return image.size
 
 
 def read_picture(source: PictureFile, limit: int = PIXEL_LIMIT) -> Tensor:
-    """A picture as it is, in RGB.
+    """Read a picture in RGB at its original size.
 
     Args:
-        source: A path, or a file open for reading in binary.
-        limit: The most pixels to accept.
+        source: A path, or a file open for reading in binary mode.
+        limit: Maximum number of pixels.
 
     Returns:
         uint8 `(3, H, W)`.
 
     Raises:
-        DataError: The file is missing, empty, no picture, damaged, cut short or too large.
+        DataError: The file is missing, empty, not a picture, damaged, truncated or too large.
     """
     with _opened(source, limit) as image:
         return torch.from_numpy(np.array(_to_rgb(image, source))).permute(2, 0, 1).contiguous()
 
 
 def fit_picture(source: PictureFile, size: int, resize: Resize | None = None, limit: int = PIXEL_LIMIT) -> Tensor:
-    """A picture resized and cropped to a square.
+    """Read a picture, resized and cropped to a square.
 
-    Large JPEGs are decoded at a lower resolution, never below twice what is needed.
+    Large JPEGs are decoded at a reduced resolution, at least twice the result's.
 
     Args:
-        source: A path, or a file open for reading in binary.
+        source: A path, or a file open for reading in binary mode.
         size: Height and width of the result.
-        resize: The length to which the short side is resized before the centre crop, at least `size`; None takes 8/7
-            of the size (256 for 224). `"stretch"` scales the whole picture to the square instead, without a crop.
-        limit: The most pixels to accept, before and after resizing.
+        resize: Length of the short side before the centre crop, at least `size`; None: 8/7 of the size (256 for 224).
+            `"stretch"` resizes the whole picture to the square instead, without a crop.
+        limit: Maximum number of pixels, before and after resizing.
 
     Returns:
         uint8 `(3, size, size)`.
@@ -115,22 +115,22 @@ def fit_pictures(
     threads: int | None = None,
     faults: dict[int, DataError] | None = None,
 ) -> Tensor:
-    """Several pictures, decoded in parallel; Pillow releases the interpreter lock while it decodes and resizes.
+    """Read several pictures in parallel; Pillow releases the GIL while it decodes and resizes.
 
     Args:
         paths: The files.
         size: As in `fit_picture`.
         resize: As in `fit_picture`.
         limit: As in `fit_picture`.
-        threads: How many at once; None takes one for each core, at most 32.
-        faults: Where given, a picture that cannot be read is entered here by its index in `paths`, and is black in the
-            result, instead of stopping everything.
+        threads: Number of threads; None: one per core, at most 32.
+        faults: If given, errors of unreadable pictures are stored here by index in `paths` instead of raised, and the
+            pictures are black in the result.
 
     Returns:
         uint8 `(len(paths), 3, size, size)`.
 
     Raises:
-        DataError: The first picture that cannot be read, where `faults` is not given.
+        DataError: A picture is unreadable, and `faults` is not given.
     """
     resize = checked_resize(size, resize)
     out = np.empty((len(paths), 3, size, size), dtype=np.uint8)
@@ -148,7 +148,7 @@ def fit_pictures(
     if count > 1:
         with ThreadPoolExecutor(count) as pool:
             for _ in pool.map(fit, range(len(paths))):
-                pass  # the loop raises what a thread raised
+                pass  # propagates errors
     else:
         for position in range(len(paths)):
             fit(position)
@@ -156,10 +156,10 @@ def fit_pictures(
 
 
 def checked_resize(size: int, resize: Resize | None) -> Resize:
-    """`resize` with its default filled in.
+    """Check `resize` and apply its default.
 
     Raises:
-        ValueError: The two do not fit together.
+        ValueError: `size` or `resize` is invalid.
     """
     if size < 1:
         raise ValueError(f"`size` must be at least 1, got {size}.")
@@ -171,7 +171,7 @@ def checked_resize(size: int, resize: Resize | None) -> Resize:
 
 
 def _fit(source: PictureFile, size: int, resize: Resize, limit: int) -> np.ndarray:
-    """uint8 `(size, size, 3)`."""
+    """Return the fitted picture, uint8 `(size, size, 3)`."""
     with _opened(source, limit) as image:
         if resize == "stretch":
             image.draft(None, (2 * size, 2 * size))
@@ -191,7 +191,7 @@ def _fit(source: PictureFile, size: int, resize: Resize, limit: int) -> np.ndarr
 
 @contextlib.contextmanager
 def _opened(source: PictureFile, limit: int) -> Iterator[Image.Image]:
-    """The picture with its header read; whatever goes wrong inside leaves as a `DataError`."""
+    """Open a picture and read its header; errors within the context become a `DataError`."""
     name = _name(source)
     _ignore_warnings()
     try:
@@ -210,15 +210,15 @@ def _opened(source: PictureFile, limit: int) -> Iterator[Image.Image]:
     except Image.DecompressionBombError:
         raise DataError(name, f"more pixels than the limit of {limit:,}") from None
     except MemoryError:
-        raise DataError(name, "too large for the memory that is left") from None
+        raise DataError(name, "too large for the available memory") from None
     except Exception as error:
-        # Pillow's readers meet damage with nearly every exception there is: OSError, SyntaxError, struct.error, ...
+        # Pillow raises almost any exception for damaged files: OSError, SyntaxError, struct.error, ...
         raise DataError(name, f"cannot be decoded ({error_text(error)})") from None
 
 
 @contextlib.contextmanager
 def _binary(source: PictureFile) -> Iterator[BinaryIO]:
-    """A file open for reading; one that was open already is left open."""
+    """Open a file for reading; a file that is already open stays open."""
     if not isinstance(source, str | os.PathLike):
         yield source
         return
@@ -228,7 +228,7 @@ def _binary(source: PictureFile) -> Iterator[BinaryIO]:
 
 
 def _check_png(file: BinaryIO) -> None:
-    """Compare the pixels of a PNG with their checksums, which Pillow does not verify; the file's position stays."""
+    """Verify the checksums of a PNG's pixels, which Pillow does not; the file position is restored."""
     position = file.tell()
     file.seek(8)
     while len(head := file.read(8)) == 8:
@@ -246,10 +246,10 @@ def _check_png(file: BinaryIO) -> None:
 
 
 def _ignore_warnings() -> None:
-    """Ignore what Pillow warns of: a damaged part that a picture does not need, such as its EXIF.
+    """Ignore Pillow's warnings about damage to optional parts of a picture, for example its EXIF data.
 
-    Pictures are decoded in threads, which `warnings.catch_warnings` is not made for. So this is one filter for
-    everything, put first again where somebody has put another before it: under `-W error` a picture must not fail.
+    `warnings.catch_warnings` is not thread-safe, and pictures are decoded in threads. So this is a global filter, which
+    is moved to the front again if another was inserted: under `-W error` a picture must not fail.
     """
     if not warnings.filters or warnings.filters[0] != _QUIET:
         warnings.filterwarnings("ignore", module=_QUIET[3].pattern)
@@ -263,20 +263,20 @@ def _name(source: PictureFile) -> str:
 
 
 def _to_rgb(image: Image.Image, source: PictureFile) -> Image.Image:
-    """The decoded picture, upright and in RGB."""
-    image.load()  # here, not within `getexif`, where damage to the picture would count as damage to its EXIF
+    """Return the decoded picture, upright and in RGB."""
+    image.load()  # not within `getexif`, where damage to the picture would be mistaken for damage to its EXIF data
     try:
         orientation = image.getexif().get(_ORIENTATION)
-    except Exception:  # a picture with a damaged EXIF part is still a picture
+    except Exception:  # damaged EXIF data is ignored
         orientation = None
     if image.mode.startswith("I"):
         values = np.asarray(image)
-        # Others than TIFFs have 16 bits, whatever Pillow makes of them.
+        # Formats other than TIFF have at most 16 bits, whatever Pillow's mode.
         if values.min() < 0 or values.max() > 65535 or 32 in getattr(image, "tag_v2", {}).get(_BITS, ()):
-            raise DataError(_name(source), "its pixels are beyond 16 bits")
+            raise DataError(_name(source), "its pixels have more than 16 bits")
         picture = Image.fromarray(((values.astype(np.int32) + 128) // 257).astype(np.uint8)).convert("RGB")
     elif image.mode == "F":
-        raise DataError(_name(source), "its pixels are floating-point numbers of no known range")
+        raise DataError(_name(source), "its pixels are floating-point numbers of unknown range")
     elif image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         picture = image.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")

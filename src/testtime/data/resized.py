@@ -1,8 +1,7 @@
-"""A test set at another size, scaled as it is read.
+"""Test sets that are resized as they are read.
 
-ImageNet-C's corruptions are defined for photographs of 224×224: their blurs and their grain are so many pixels wide.
-For a network made for smaller images a corrupted set is therefore made at 224 and scaled down afterwards, as the
-published pictures would be.
+ImageNet-C's corruptions are defined in pixels of 224×224 images. For a network of another input size, a corrupted set
+is therefore generated at 224 and resized afterwards, as the published images would be.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from testtime.data.sets import DerivedSet, TestSet
 
 
 class Resized(DerivedSet):
-    """Another test set, scaled to a square by antialiased bilinear interpolation, as image libraries do it.
+    """Another test set, resized to a square by bilinear interpolation with antialiasing.
 
     Args:
-        base: The set to scale.
+        base: The set to resize.
         size: Height and width of the images.
     """
 

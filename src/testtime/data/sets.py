@@ -1,9 +1,8 @@
-"""What a test set is: numbered uint8 images, their labels, and nothing about any network.
+"""`TestSet`, the interface of all test sets: uint8 images and labels, independent of any network.
 
-The whole of testtime reads test sets through `TestSet`. A sample is known by its number in the set, whatever the order
-in which samples are visited: the randomness of `testtime.randomness` depends on the number, so a shuffled,
-sharded or resumed pass sees the same corruptions and augmentations. Images stay uint8; scaling and normalising belong
-to the network that was trained with them.
+A sample is identified by its index in the set, whatever the order in which samples are visited: randomness depends on
+the index (`testtime.randomness`), so a shuffled, sharded or resumed pass yields the same corruptions and augmentations.
+Images are uint8; scaling and normalisation belong to the network.
 
     for numbers, images, labels in test_set.chunks(256):
         predictions = test_set.scores(net(images)).argmax(1)
@@ -25,7 +24,7 @@ from torch import Tensor
 from testtime.storage import FileError
 
 OnBad = Literal["fail", "skip"]
-"""What to do about a picture that cannot be read: stop and name it, or leave it out and list it in `skipped`."""
+"""What to do with an unreadable picture: raise an error, or leave it out and list it in `skipped`."""
 
 
 class DataError(FileError):
@@ -34,7 +33,7 @@ class DataError(FileError):
 
 @contextlib.contextmanager
 def as_data_errors() -> Iterator[None]:
-    """Let what `testtime.storage` finds wrong with a file leave as a `DataError`."""
+    """Convert a `FileError` to a `DataError`."""
     try:
         yield
     except DataError:
@@ -44,12 +43,12 @@ def as_data_errors() -> Iterator[None]:
 
 
 class Chunk(NamedTuple):
-    """A few samples of a set.
+    """Some samples of a set.
 
     Attributes:
-        numbers: int64 `(n,)`, the samples' numbers in the set.
+        numbers: Sample indices, int64 `(n,)`.
         images: uint8 `(n, C, H, W)`.
-        labels: int64 `(n,)`, or None where the set has none.
+        labels: int64 `(n,)`, or None if the set is unlabelled.
     """
 
     numbers: Tensor
@@ -58,18 +57,18 @@ class Chunk(NamedTuple):
 
 
 class TestSet(ABC):
-    """Numbered images with or without labels, read by the chunk.
+    """A set of images with or without labels, read in chunks.
 
     Attributes:
-        name: What it is called in runs and reports, such as `cifar10-c/fog/5`.
-        classes: The names of the classes; label `k` is `classes[k]`.
-        labels: int64 `(N,)`, or None for unlabelled images.
-        right: bool `(N, K)` where a sample may have several right labels, else None. `labels` then holds the first.
-        ordered: True where the order of the samples is what is tested (`cifar10-gradual`): not to be shuffled.
-        origin: Where the images come from, for the record: files, or a generator and its seed.
+        name: Its name in runs and reports, for example `cifar10-c/fog/5`.
+        classes: Class names; label `k` is `classes[k]`.
+        labels: int64 `(N,)`, or None if unlabelled.
+        right: bool `(N, K)` if samples may have several right labels, of which `labels` has the first; else None.
+        ordered: Whether the order of the samples is part of the test (`cifar10-gradual`) and must not be shuffled.
+        origin: The source of the images, for the record: files, or a generator and its seed.
     """
 
-    __test__ = False  # the name begins like a test case's; test collectors read this
+    __test__ = False  # not a test case, despite its name
 
     name: str
     classes: tuple[str, ...]
@@ -84,7 +83,7 @@ class TestSet(ABC):
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """What was left out because it cannot be read: a line for each file, with its name and its fault."""
+        """The items left out as unreadable: one line each, with the name of the file and its fault."""
         return ()
 
     @property
@@ -94,25 +93,25 @@ class TestSet(ABC):
 
     @abstractmethod
     def _read(self, numbers: Tensor) -> Tensor:
-        """The images of valid sample numbers: int64 `(n,)` → uint8 `(n, C, H, W)`."""
+        """Read the images of valid sample indices: int64 `(n,)` → uint8 `(n, C, H, W)`."""
 
     def images(self, numbers: slice | Sequence[int] | Tensor) -> Tensor:
-        """The images of some samples, in the order asked for.
+        """Read the images of some samples, in the given order.
 
         Args:
-            numbers: A slice of the set, or sample numbers from 0 to `len(self) - 1`, repeats allowed.
+            numbers: A slice of the set, or sample indices from 0 to `len(self) - 1`, possibly repeated.
 
         Returns:
-            uint8 `(n, C, H, W)`, the caller's own copy.
+            uint8 `(n, C, H, W)`, a copy.
 
         Raises:
-            IndexError: A number is outside the set.
+            IndexError: An index is out of range.
             DataError: A file of the set cannot be read.
         """
         return self._read(self.numbers(numbers))
 
     def numbers(self, numbers: slice | Sequence[int] | Tensor | None = None) -> Tensor:
-        """Sample numbers as an int64 tensor `(n,)`, checked against the set; None means all of them."""
+        """Convert sample indices to an int64 tensor `(n,)` and check their range; None: all samples."""
         if numbers is None:
             return torch.arange(len(self), device="cpu")
         if isinstance(numbers, slice):
@@ -132,47 +131,47 @@ class TestSet(ABC):
         return found
 
     def chunks(self, size: int = 256, order: slice | Sequence[int] | Tensor | None = None) -> Iterator[Chunk]:
-        """Walk through the set, at most `size` samples at a time.
+        """Iterate over the set in chunks.
 
         Args:
-            size: Samples in a chunk; the last may have fewer.
-            order: Which samples, in which order: a shuffle, a shard or a part of the set. None is all of them.
+            size: Samples per chunk; the last may have fewer.
+            order: The samples and their order: a shuffle, a shard or a subset. None: all, in order.
 
         Yields:
-            Chunks; only one is in memory at a time.
+            Chunks, of which only one is in memory at a time.
         """
         if size < 1:
             raise ValueError(f"`size` must be at least 1, got {size}.")
         for numbers in self.numbers(order).split(size):
-            if len(numbers):  # splitting an empty tensor gives one empty piece
+            if len(numbers):  # splitting an empty tensor yields one empty piece
                 labels = None if self.labels is None else self.labels[numbers]
                 yield Chunk(numbers, self._read(numbers), labels)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """What a network's outputs say about this set's classes; the largest is the prediction.
+        """Convert a network's outputs to scores of this set's classes; the largest is the prediction.
 
         Args:
             logits: `(n, outputs)`.
 
         Returns:
-            `(n, K)`: the logits themselves, except in sets with classes other than the network's (`vid-robust`).
+            `(n, K)`: the logits, except for sets with other classes than the network (`vid-robust`).
         """
         return logits
 
     def fingerprint(self) -> str:
-        """A hash of what the set is made of; it changes when the images may have."""
+        """Return a hash of the set's name, origin, shape and labels, which changes whenever the images may have."""
         about = f"{self.name}\n{self.origin}\n{len(self)} {self.shape}\n"
-        digest = hashlib.sha256(about.encode(errors="backslashreplace"))  # a name may be that of a folder
+        digest = hashlib.sha256(about.encode(errors="backslashreplace"))  # folder names may not be valid Unicode
         if self.labels is not None:
             digest.update(self.labels.numpy().tobytes())
         return digest.hexdigest()
 
     def is_correct(self, predictions: Tensor, numbers: slice | Sequence[int] | Tensor | None = None) -> Tensor:
-        """Which predictions are right.
+        """Return which predictions are right.
 
         Args:
             predictions: Classes of this set, integers `(n,)`.
-            numbers: The samples they are for, as in `images`; None means the whole set in order.
+            numbers: Their sample indices, as in `images`; None: the whole set in order.
 
         Returns:
             bool `(n,)`, on the predictions' device.
@@ -181,7 +180,7 @@ class TestSet(ABC):
             ValueError: The set is unlabelled, or the two lengths differ.
         """
         if self.labels is None:
-            raise ValueError(f"{self.name} has no labels, so no prediction can be called right or wrong.")
+            raise ValueError(f"{self.name} has no labels, so predictions cannot be scored.")
         found = self.numbers(numbers)
         if predictions.shape != found.shape:
             raise ValueError(
@@ -193,20 +192,20 @@ class TestSet(ABC):
 
 
 def leave_out(fingerprint: str, numbers: Sequence[int]) -> str:
-    """The fingerprint of a set less the samples of these numbers."""
+    """Return the fingerprint of a set without some samples."""
     if not numbers:
         return fingerprint
     return hashlib.sha256(f"{fingerprint} without {sorted(numbers)}".encode()).hexdigest()
 
 
 def check_on_bad(on_bad: str) -> None:
-    """Raise `ValueError` for what is not an `OnBad`."""
+    """Raise a `ValueError` for anything but an `OnBad`."""
     if on_bad not in get_args(OnBad):
         raise ValueError(f"`on_bad` must be 'fail' or 'skip', got {on_bad!r}.")
 
 
 class DerivedSet(TestSet):
-    """A set made of another one, image by image."""
+    """A set derived from another, image by image."""
 
     base: TestSet
 
@@ -229,16 +228,16 @@ class DerivedSet(TestSet):
 
 
 class TensorSet(TestSet):
-    """A test set held in memory.
+    """A test set in memory.
 
     Args:
-        name: What it is called.
+        name: Name of the set.
         images: uint8 `(N, C, H, W)`, C = 1 or 3.
         labels: Integers `(N,)` in 0..K-1, or None.
-        classes: The K names; None numbers them from 0 to the largest label.
+        classes: The K class names; None: the numbers from 0 to the largest label.
 
     Raises:
-        ValueError: Shapes, types or labels do not fit together.
+        ValueError: Shapes, dtypes or labels are inconsistent.
     """
 
     def __init__(
@@ -273,14 +272,14 @@ class TensorSet(TestSet):
 
 
 class ArraySet(TestSet):
-    """A test set over arrays that may be memory-mapped: only the images asked for are read.
+    """A test set of arrays, which may be memory-mapped: only the requested images are read.
 
     Args:
-        name: What it is called.
-        parts: uint8 arrays `(n, C, H, W)`, one after the other; any strides, so a view will do.
+        name: Name of the set.
+        parts: uint8 arrays `(n, C, H, W)` of any strides, to be concatenated.
         labels: Integers `(N,)`, or None.
-        classes: The names of the classes.
-        origin: Where the arrays come from.
+        classes: Class names.
+        origin: The source of the arrays.
     """
 
     def __init__(

@@ -1,17 +1,17 @@
-"""VID-Robust: video frames with 30 classes, for ImageNet networks and for CIFAR-10 networks.
+"""VID-Robust: video frames of 30 classes, for ImageNet and CIFAR-10 networks (paper, the section on video frames).
 
-The paper's section on video frames. The set (Shankar et al. 2019) has 1,109 anchor frames, each with one or more right
-classes. A network's 1,000 ImageNet outputs become the 30 classes by max-conversion: softmax, then for each class the
-largest probability among the ImageNet classes that map to it. The official folder holds
+The set (Shankar et al. 2019) has 1,109 anchor frames, each with one or more right classes. A network's 1,000 ImageNet
+outputs are mapped to the 30 classes by max-conversion: softmax, then for each class the largest probability among the
+ImageNet classes that map to it. The official folder contains
 
     metadata/pmsets.json                 anchor frame → similar frames
     metadata/labels.json                 frame → list of right classes
     misc/wnid_map.json                   ImageNet id → VID id
     misc/imagenet_class_index.json       output → [id, name]
     misc/imagenet_vid_class_index.json   class → [id, name]
-    val/...                              the frames, named in the files above by their paths from the folder
+    val/...                              the frames, identified in the files above by their relative paths
 
-`load_cifar7` is the paper's other use: frames of the seven classes that CIFAR-10 also has, scaled to 32×32.
+`load_cifar7` opens the paper's other variant: frames of seven classes of CIFAR-10, resized to 32×32.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FOLDER = "imagenet-vid-robust"
 ANCHORS = 1_109
 BACKGROUND = "n00001740"
 
-# In the order of the paper's table: VID's id, and the class of CIFAR-10.
+# In the order of the paper's table: VID's id, and the CIFAR-10 class.
 CIFAR7 = {
     "airplane": ("n02691156", "airplane"),
     "bird": ("n01503061", "bird"),
@@ -50,11 +50,11 @@ CIFAR7 = {
 
 
 def max_convert(logits: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
-    """Turn a network's outputs into scores of coarser classes: softmax, then the maximum within each group.
+    """Map a network's outputs to coarser classes: softmax, then the maximum within each group.
 
     Args:
         logits: `(n, outputs)`.
-        groups: For each of the K classes, the outputs that map to it, at least one.
+        groups: The outputs that map to each of the K classes, at least one.
 
     Returns:
         Probabilities `(n, K)`; they need not sum to 1.
@@ -64,16 +64,16 @@ def max_convert(logits: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
 
 
 class VidSet(PictureSet):
-    """The anchor frames, with all their right classes; made by `load`.
+    """The anchor frames, with all their right classes; opened by `load`.
 
     Attributes:
-        groups: For each class, the ImageNet outputs that map to it.
+        groups: The ImageNet outputs that map to each class.
     """
 
     groups: tuple[tuple[int, ...], ...]
 
     def scores(self, logits: Tensor) -> Tensor:
-        """The 30 classes' scores `(n, 30)` from ImageNet logits `(n, 1000)`, by `max_convert`."""
+        """Map ImageNet logits `(n, 1000)` to scores of the 30 classes `(n, 30)`, by `max_convert`."""
         highest = max(max(group) for group in self.groups)
         if logits.dim() != 2 or logits.shape[1] <= highest:
             raise ValueError(
@@ -83,10 +83,10 @@ class VidSet(PictureSet):
 
 
 class Cifar7Set(PictureSet):
-    """The frames of the seven shared classes; made by `load_cifar7`."""
+    """The frames of the seven shared classes; opened by `load_cifar7`."""
 
     def scores(self, logits: Tensor) -> Tensor:
-        """The seven classes' logits `(n, 7)` from CIFAR-10 logits `(n, 10)`; the other three outputs are left out."""
+        """Select the logits of the seven classes `(n, 7)` from CIFAR-10 logits `(n, 10)`."""
         if logits.dim() != 2 or logits.shape[1] != len(cifar.CLASSES):
             raise ValueError(f"`logits` must be (n, 10), got {tuple(logits.shape)}.")
         return logits[:, [cifar.CLASSES.index(name) for _, name in CIFAR7.values()]]
@@ -100,18 +100,18 @@ def load(
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> VidSet:
-    """VID-Robust's anchor frames with their 30 classes, for a network trained on ImageNet.
+    """Open VID-Robust's anchor frames with their 30 classes, for a network trained on ImageNet.
 
     Args:
-        root: The data root, or the official folder itself.
+        root: The data root, or the official folder.
         size: Height and width of the images.
         resize: See `pictures.fit_picture`.
-        threads: Frames decoded at once; None takes one for each core.
+        threads: Number of decoding threads; None: one per core.
         on_bad: See `folder.load`.
         progress: See `folder.load`.
 
     Raises:
-        DataError: It is not there, or one of its files is damaged or does not fit the others.
+        DataError: It is missing, or its files are damaged or inconsistent.
     """
     layout = _read_layout(root)
     files = list(layout.right)
@@ -134,20 +134,20 @@ def load_cifar7(
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> Cifar7Set:
-    """VID-Robust's anchor frames of the seven classes that CIFAR-10 has, for a network trained on CIFAR-10.
+    """Open VID-Robust's anchor frames of seven classes of CIFAR-10, for a network trained on CIFAR-10.
 
-    A frame is taken if one of its right classes is among the seven; only those count as right.
+    A frame is included if one of its right classes is among the seven; only those count as right.
 
     Args:
-        root: The data root, or the official folder itself.
+        root: The data root, or the official folder.
         size: Height and width of the images.
-        resize: See `pictures.fit_picture`; the whole frame is scaled unless this is a length.
-        threads: Frames decoded at once; None takes one for each core.
+        resize: See `pictures.fit_picture`.
+        threads: Number of decoding threads; None: one per core.
         on_bad: See `folder.load`.
         progress: See `folder.load`.
 
     Raises:
-        DataError: It is not there, or one of its files is damaged or does not fit the others.
+        DataError: It is missing, or its files are damaged or inconsistent.
     """
     layout = _read_layout(root)
     missing = [vid for vid, _ in CIFAR7.values() if vid not in layout.ids]
@@ -169,7 +169,7 @@ def load_cifar7(
 
 
 def find(root: Root = None) -> Path | None:
-    """The official folder from which VID-Robust would be read, or None."""
+    """Return the official folder to read VID-Robust from, or None."""
     root = data_root(root)
     paths = (root / FOLDER, root / "vid-robust", root)
     return next((path for path in paths if (path / "metadata").is_dir() and (path / "misc").is_dir()), None)
@@ -177,7 +177,7 @@ def find(root: Root = None) -> Path | None:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What the official files say: the classes' ids and names, the outputs of each, the classes of each anchor."""
+    """The content of the official files: ids, names and outputs of the classes, and the classes of each anchor."""
 
     folder: Path
     ids: tuple[str, ...]
@@ -194,7 +194,7 @@ def _read_layout(root: Root) -> _Layout:
     outputs = {identity: number for number, (identity, _) in _read_index(outputs_path, folder).items()}
     classes_path = folder / "misc/imagenet_vid_class_index.json"
     named = _read_index(classes_path, folder)
-    # The background class may stand anywhere among the numbers; the others move up.
+    # The background class may have any number; it is removed.
     numbers = [number for number in sorted(named) if named[number][0] != BACKGROUND]
     ids = tuple(named[number][0] for number in numbers)
     position = {number: row for row, number in enumerate(numbers)}
@@ -223,7 +223,7 @@ def _read_layout(root: Root) -> _Layout:
 
 
 def _read_right(folder: Path, position: Mapping[int, int]) -> dict[str, list[int]]:
-    """The classes that are right for each anchor frame, whose file is there."""
+    """Return the right classes of each anchor frame, after checking that its file exists."""
     anchors_path, labels_path = folder / "metadata/pmsets.json", folder / "metadata/labels.json"
     labels = _object(labels_path, folder)
     right: dict[str, list[int]] = {}
@@ -238,7 +238,7 @@ def _read_right(folder: Path, position: Mapping[int, int]) -> dict[str, list[int
             raise DataError(labels_path, f"has no list of classes for {anchor}")
         wrong = [label for label in found if label not in position]
         if wrong:
-            raise DataError(labels_path, f"gives {anchor} the class {wrong[0]}, of which there is none")
+            raise DataError(labels_path, f"gives {anchor} the class {wrong[0]}, which does not exist")
         if not os.path.isfile(within(folder / anchor, folder)):
             raise DataError(folder / anchor, "no such file")
         right[anchor] = [position[label] for label in found]
@@ -248,7 +248,7 @@ def _read_right(folder: Path, position: Mapping[int, int]) -> dict[str, list[int
 
 
 def _read_index(path: Path, tree: Path) -> dict[int, tuple[str, str]]:
-    """A class index: number → (id, name)."""
+    """Read a class index: number → (id, name)."""
     index: dict[int, tuple[str, str]] = {}
     for number, entry in _object(path, tree).items():
         is_number = number.isascii() and number.isdecimal() and len(number) <= 6
@@ -269,7 +269,7 @@ def _object(path: Path, tree: Path) -> dict[str, Any]:
 
 def _find_fault(root: Root, path: Path) -> str | None:
     frames = load(root)
-    return None if len(frames) == ANCHORS else f"has {len(frames):,} anchor frames, all are {ANCHORS:,}"
+    return None if len(frames) == ANCHORS else f"has {len(frames):,} anchor frames, the full set {ANCHORS:,}"
 
 
 VID_ROBUST = Family(

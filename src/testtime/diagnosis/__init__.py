@@ -1,11 +1,11 @@
-"""When Test-Time Training helps (paper, sections 3 and 4).
+"""When does Test-Time Training help? (paper, sections 3 and 4)
 
-measure.py         `diagnose`: a network on images without labels
-verdict.py         what follows from that, in words
-gradients.py       the gradients of single images, as inner products
-correlation.py     `gradient_correlation`: how far the two tasks' gradients agree on a test set
-gradient_study.py  the same on many sets, stored in one file
-theory.py          the theorem of section 4, checked on a linear model
+measure.py         `diagnose`: measures a network on unlabelled images
+verdict.py         the verdict on those measurements, in words
+gradients.py       inner products of per-image gradients
+correlation.py     `gradient_correlation`: agreement of the two tasks' gradients on a test set
+gradient_study.py  gradient correlation on many sets, stored in one file
+theory.py          the theorem of section 4 and its linear model
 """
 
 from testtime.diagnosis.correlation import Agreement, Correlation, gradient_correlation

@@ -1,18 +1,17 @@
-"""Gradient correlation: do the two tasks pull the shared encoder the same way? (paper, figure 4).
+"""Gradient correlation: do the gradients of the two tasks on the shared encoder agree? (paper, figure 4)
 
 `gradient_correlation` measures a network on a test set:
 
     batch     the inner product of the two mean gradients of a batch of 128, averaged over the batches, in evaluation
               mode and with all four rotations, as the authors measured it
-    single    the same for each image by itself, which is what Theorem 1 speaks of
-    stand-in  either of them without labels: the network's own predictions serve as labels, on the images on which it
-              is confident
-    balance   by batch, and without labels as well: the main loss is how far the mean of a batch's predictions is from
-              all classes being as frequent. Under a shift most of what is wrong is that a network sees some classes
-              too often, so where classes are about as frequent as each other this stands in for the labels
+    single    the same per image, as in Theorem 1
+    stand-in  either of them with pseudo-labels: the network's predictions on the images where it is confident
+    balance   per batch, without labels: the main loss is the divergence of the batch's mean prediction from the uniform
+              distribution. Under a shift most errors come from predicting some classes too often, so on sets with
+              balanced classes it is a substitute for the labels
 
-It also notes what else can be seen without labels: the task's error, loss and confidence, and how sure the classifier
-is. `Agreement` holds a mean with its standard error, for the whole encoder and layer by layer.
+It also measures the task's error, loss and confidence, and the classifier's confidence, none of which needs labels.
+`Agreement` has the mean and its standard error, for the whole encoder and per layer.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from testtime.tasks import Task
 BATCH = 128
 CONFIDENT = 0.9
 SINGLE = 1000
-STAND_IN, BALANCE = -2, -1  # places of the two losses without labels among those of a batch
+STAND_IN, BALANCE = -2, -1  # indices of the two unsupervised losses of a batch
 
 
 class Layer(NamedTuple):
-    """How far the two gradients agree on one layer."""
+    """Agreement of the two gradients on one layer."""
 
     inner: float
     cosine: float
@@ -50,16 +49,16 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the gradients of the two losses on the shared encoder point the same way.
+    """Agreement of the gradients of the two losses on the shared encoder.
 
     Attributes:
-        inner: Mean of their inner product.
-        inner_error: Standard error of that mean; not a number for fewer than two.
-        cosine: Mean of their cosine.
-        cosine_error: Standard error of that mean.
-        positive: Share of batches or images with a positive inner product.
-        count: How many batches or images.
-        layers: The same means on each layer of the encoder.
+        inner: Mean inner product.
+        inner_error: Its standard error; NaN for fewer than two.
+        cosine: Mean cosine similarity.
+        cosine_error: Its standard error.
+        positive: Fraction of batches or images with a positive inner product.
+        count: Number of batches or images.
+        layers: The means per layer of the encoder.
     """
 
     inner: float
@@ -73,23 +72,23 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Correlation:
-    """What `gradient_correlation` finds on a test set.
+    """The result of `gradient_correlation` on a test set.
 
     Attributes:
         name: The set.
-        images: How many of its images.
-        batch: Agreement by batch with the true labels; None in a set without them.
-        single: Agreement by image with the true labels; None without labels, or if no single image was asked for.
-        stand_in_batch: Agreement by batch with confident predictions as labels; None where none is confident.
-        stand_in_single: The same by image.
-        balance: Agreement by batch with the balance of the predictions as the main loss.
-        confident: Share of the images on which the network is confident.
-        task_error: Share of views whose turn the self-supervised branch gets wrong.
+        images: Number of images.
+        batch: Agreement per batch with the true labels; None without labels.
+        single: Agreement per image with the true labels; None without labels or if `single` was 0.
+        stand_in_batch: Agreement per batch with confident predictions as labels; None if none is confident.
+        stand_in_single: The same per image.
+        balance: Agreement per batch with the balance of the predictions as the main loss.
+        confident: Fraction of confident images.
+        task_error: Fraction of views that the self-supervised branch classifies wrongly.
         task_loss: Its mean loss.
-        task_confidence: Its mean confidence that a plain image is plain.
-        confidence: The classifier's mean highest probability.
+        task_confidence: Its mean confidence on plain images.
+        confidence: The classifier's mean maximum probability.
         entropy: The mean entropy of its probabilities, in nats.
-        error: Share of wrong predictions; None without labels.
+        error: Fraction of wrong predictions; None without labels.
         loss: The classifier's mean loss; None without labels.
     """
 
@@ -110,13 +109,13 @@ class Correlation:
     loss: float | None
 
     def describe(self) -> dict[str, Any]:
-        """The same as JSON could hold it."""
+        """Return the result as JSON-serializable data."""
         plain = asdict(self)
         for name, part in plain.items():
             if isinstance(part, dict):
-                layers = {layer: own._asdict() for layer, own in part["layers"].items()}
-                numbers = {key: None if value != value else value for key, value in part.items()}  # no NaN in JSON
-                plain[name] = numbers | {"layers": layers}
+                layers = {layer: pair._asdict() for layer, pair in part["layers"].items()}
+                values = {key: None if value != value else value for key, value in part.items()}  # no NaN in JSON
+                plain[name] = values | {"layers": layers}
         return plain
 
 
@@ -126,8 +125,8 @@ class Outputs(NamedTuple):
     Attributes:
         logits: Class logits, `(N, K)`.
         losses: The task's loss of each view, `(N, V)`.
-        answers: What the self-supervised branch answers for each view, int `(N, V)`.
-        targets: What it should answer, int `(N, V)`.
+        answers: The self-supervised branch's prediction for each view, int `(N, V)`.
+        targets: The correct answers, int `(N, V)`.
     """
 
     logits: Tensor
@@ -137,11 +136,11 @@ class Outputs(NamedTuple):
 
     @staticmethod
     def join(parts: Sequence[Outputs]) -> Outputs:
-        """One for the images of several, in their order, on the CPU."""
+        """Concatenate outputs, on the CPU."""
         return Outputs(*(torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True)))
 
     def pick(self, rows: Tensor) -> Outputs:
-        """Those of some of the images, by their places, int `(n,)`."""
+        """Select images by index, int `(n,)`."""
         return Outputs(*(tensor[rows] for tensor in self))
 
 
@@ -157,18 +156,18 @@ def gradient_correlation(
     precision: Precision = "fp32",
     progress: Progress | None = None,
 ) -> Correlation:
-    """Measure how far the gradients of the main and the self-supervised loss agree on a test set.
+    """Measure the agreement of the gradients of the main and the self-supervised loss on a test set.
 
     Args:
-        net: The network, on the device to compute on; it is not changed.
-        task: The self-supervised task; None takes the network's own. Its probe's views make the loss.
+        net: The network, on the device to use; it is not modified.
+        task: The self-supervised task; None for the network's own. The loss is computed on its probe's views.
         test_set: The images; without labels only the stand-ins are measured.
-        limit: Only the first so many images.
-        batch: Images in a batch; the authors take 128.
-        single: The first so many images are also measured one by one; 0 leaves that out.
-        confident: From which probability of the predicted class on it stands in for a label.
+        limit: Maximum number of images.
+        batch: Batch size; the authors use 128.
+        single: Number of images also measured individually; 0 for none.
+        confident: Minimum probability for a prediction to be used as a label.
         precision: "fp32" is exact; "tf32" is faster on a GPU.
-        progress: Called with how many images are done, of how many.
+        progress: Called with the images done, their total, and the set's name.
 
     Raises:
         ValueError: An argument is out of range, the set is empty, or its labels are not the network's classes.
@@ -176,7 +175,7 @@ def gradient_correlation(
     _check(net, test_set, limit, batch, single, confident, precision)
     count = len(test_set) if limit is None else min(limit, len(test_set))
     if count == 0:
-        raise ValueError(f"{test_set.name} has no images to measure gradients on.")
+        raise ValueError(f"{test_set.name} has no images.")
     single = min(single, count)
     task = task or tasks.make(net.card.task)
     device = next(net.parameters()).device
@@ -191,11 +190,11 @@ def gradient_correlation(
         truth = None if truth is None else truth[:count]
         found: list[tuple[Products, Outputs]] = []
         for numbers, images, _ in test_set.chunks(batch, slice(count)):
-            own = None if truth is None else truth[numbers].to(device)
-            found.append(meter.measure(images.to(device), own))
+            labels = None if truth is None else truth[numbers].to(device)
+            found.append(meter.measure(images.to(device), labels))
             advance(int(numbers[-1]) + 1)
         by_batch = Products.join([products for products, _ in found])
-        outputs = Outputs.join([own for _, own in found])
+        outputs = Outputs.join([part for _, part in found])
         by_image = None
         if single:
             guesses = outputs.logits.argmax(1)[:single]
@@ -220,9 +219,9 @@ def _check(
         if value is not None and value < least:
             raise ValueError(f"`{name}` must be at least {least}, got {value}.")
     if not 0 <= confident <= 1:
-        raise ValueError(f"`confident` must lie in [0, 1], got {confident}.")
+        raise ValueError(f"`confident` must be in [0, 1], got {confident}.")
     if check_precision(precision) != torch.float32:
-        raise ValueError(f'`precision` must be "fp32" or "tf32" here, got {precision!r}.')
+        raise ValueError(f'`precision` must be "fp32" or "tf32", got {precision!r}.')
     if net.channels is not None and test_set.shape[0] != net.channels:
         raise ValueError(f"{test_set.name} has {test_set.shape[0]} channels, the network takes {net.channels}.")
 
@@ -237,7 +236,7 @@ def _make_correlation(
     batch: int,
     confident: float,
 ) -> Correlation:
-    """Sum up what was measured."""
+    """Summarise the measurements."""
     top = outputs.logits.softmax(1).amax(1)
     sure = top >= confident
     batch_sure = torch.stack([part.any() for part in sure.split(batch)])
@@ -262,16 +261,16 @@ def _make_correlation(
 
 
 def summarise(products: Products, which: int, names: list[str], keep: Tensor | None = None) -> Agreement | None:
-    """The mean agreement of some inner products.
+    """Summarise inner products as an agreement.
 
     Args:
-        products: By layer and by batch or image.
-        which: Which of the sets of labels.
+        products: Inner products per layer and per batch or image.
+        which: Index of the set of labels.
         names: The layers.
-        keep: Which batches or images count, bool `(N,)`; None is all.
+        keep: Mask of the batches or images to include, bool `(N,)`; None for all.
 
     Returns:
-        None if none counts.
+        None if no batch or image is included.
     """
     inner, main, task = products.inner[which].cpu().double(), products.main[which].cpu().double(), products.task
     task = task.cpu().double()
@@ -301,7 +300,7 @@ class BatchGradients:
     Args:
         net: The network; it is copied.
         task: The self-supervised task.
-        confident: From which probability on a prediction stands in for a label.
+        confident: Minimum probability for a prediction to be used as a label.
     """
 
     def __init__(self, net: YNet, task: Task, confident: float = CONFIDENT) -> None:
@@ -312,15 +311,14 @@ class BatchGradients:
         self._graphs: dict[tuple[Any, ...], Captured | None] = {}
 
     def measure(self, images: Tensor, labels: Tensor | None) -> tuple[Products, Outputs]:
-        """The inner products of one batch, and the network's outputs for its images.
+        """Return the inner products of one batch, and the network's outputs for its images.
 
         Args:
             images: `(N, C, H, W)` on the network's device.
             labels: int `(N,)`, or None.
 
         Returns:
-            Products with N = 1: with the labels, if there are any, with the stand-ins, and with the balance; and the
-            outputs.
+            Products with N = 1, for the labels (if given), the stand-ins and the balance; and the outputs.
         """
         inputs = (images,) if labels is None else (images, labels)
         key = (*images.shape, images.dtype, labels is None)
@@ -344,7 +342,7 @@ class BatchGradients:
         mains = [] if labels is None else [F.cross_entropy(logits, labels)]
         mains.append(stand_in.sum() / sure.sum().clamp(min=1))
         shares = logits.softmax(1).mean(0)
-        mains.append((shares * shares.clamp(min=1e-12).log()).sum())  # log K less than its distance from even shares
+        mains.append((shares * shares.clamp(min=1e-12).log()).sum())  # KL divergence from uniform, minus log K
         task = self._gradient(losses.mean())
         gradients = [self._gradient(loss) for loss in mains]
         return (
@@ -364,13 +362,13 @@ class BatchGradients:
         return dict(zip(self._parameters, filled, strict=True))
 
     def _sums(self, one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> Tensor:
-        """By layer, `(L,)`."""
-        own = {name: (one[name] * two[name]).sum() for name in self._parameters}
-        return torch.stack([torch.stack([own[name] for name in names]).sum() for names in self.layers.values()])
+        """Return inner products per layer, `(L,)`."""
+        sums = {name: (one[name] * two[name]).sum() for name in self._parameters}
+        return torch.stack([torch.stack([sums[name] for name in names]).sum() for names in self.layers.values()])
 
 
 def observe(net: YNet, task: Task, images: Tensor) -> Outputs:
-    """The outputs of a network in evaluation mode for images `(N, C, H, W)`."""
+    """Return the outputs of a network in evaluation mode for images `(N, C, H, W)`."""
     views, targets = task.probe(images)
     outputs = net.self_supervise(views)
     targets = targets.view(len(images), -1)
@@ -379,9 +377,9 @@ def observe(net: YNet, task: Task, images: Tensor) -> Outputs:
 
 
 def find_labels(test_set: TestSet, net: YNet) -> Tensor | None:
-    """The labels of a set as a network's loss takes them, int64 `(N,)`; None where the set has none such.
+    """Return the labels of a set as class indices of a network, int64 `(N,)`, or None.
 
-    Sets whose classes are made of the network's by a rule of their own (`vid-robust`) have none.
+    Sets that map the network's classes to their own (`vid-robust`) have none.
 
     Raises:
         ValueError: The set has more classes than the network.
@@ -395,14 +393,14 @@ def find_labels(test_set: TestSet, net: YNet) -> Tensor | None:
         return None
     labels = test_set.labels
     if len(labels) and int(labels.max()) >= logits.shape[1]:
-        raise ValueError(f"{test_set.name} has label {int(labels.max())}, the network {logits.shape[1]} classes.")
+        raise ValueError(f"{test_set.name} has label {int(labels.max())}, the network has {logits.shape[1]} classes.")
     return labels
 
 
 def _measure_images(
     meter: ImageGradients, test_set: TestSet, labels: Tensor, advance: Callable[[int], None]
 ) -> Products:
-    """The first images of a set one by one."""
+    """Measure the first images of a set individually."""
     device, found = next(meter.net.parameters()).device, []
     for numbers, images, _ in test_set.chunks(meter.chunk, slice(labels.shape[1])):
         found.append(meter.products(images.to(device), labels[:, numbers].to(device)))
@@ -411,7 +409,7 @@ def _measure_images(
 
 
 def _cosine(inner: Tensor, one: Tensor, two: Tensor) -> Tensor:
-    """Cosines from inner products and squared lengths; 0 where a gradient is zero."""
+    """Return cosines from inner products and squared norms; 0 where a gradient is zero."""
     length = (one * two).sqrt()
     return torch.where(length > 0, inner / length.clamp(min=1e-300), 0.0).clamp(-1, 1)
 

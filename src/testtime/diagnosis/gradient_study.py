@@ -1,6 +1,6 @@
-"""Gradient correlation on many test sets, stored in one file: what `testtime gradients` runs.
+"""Gradient correlation on many test sets, stored in one file (`testtime gradients`).
 
-The file is written whole after every set; another run measures only the missing sets.
+The file is rewritten atomically after each set; a later run measures only the missing sets.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from testtime.provenance import describe_machine, find_differences
 from testtime.storage import FileError, read_json, write_whole
 
 _READ = 1000
-_FORMAT = 2  # 1 had no balance
+_FORMAT = 2  # format 1 had no `balance`
 LUMA = (0.299, 0.587, 0.114)
 _STUDY: dict[str, Kind] = {"configuration": ("a table", is_table), "sets": ("tables", is_table_of(is_table))}
 _SET: dict[str, Kind] = {
-    "name": ("a text", is_text),
-    "fingerprint": ("a text", is_text),
+    "name": ("a string", is_text),
+    "fingerprint": ("a string", is_text),
     **dict.fromkeys(
         ("batch", "single", "stand_in_batch", "stand_in_single", "balance"),
-        ("an agreement or nothing", lambda value: _is_agreement(value)),
+        ("an agreement or null", lambda value: _is_agreement(value)),
     ),
     **dict.fromkeys(
         ("task_loss", "task_error", "entropy", "error", "loss", "confident", "confidence", "seconds", "images"),
-        ("a number or nothing", lambda value: _is_value(value)),
+        ("a number or null", lambda value: _is_value(value)),
     ),
 }
 
 
 class StudyError(FileError):
-    """A file that is no study of gradients, or one of something else."""
+    """A file that is not a gradient study, or one with another configuration."""
 
 
 def name_sets(patterns: Iterable[str]) -> list[str]:
-    """Names for `open_for`, each once: patterns as `testtime.data.expand` takes them, and folders of pictures as given.
+    """Return unique names for `open_for` from patterns, see `testtime.data.expand`, and image folders.
 
     Raises:
-        ValueError: A pattern fits nothing.
+        ValueError: A pattern matches nothing.
     """
     found: dict[str, None] = {}
     for text in patterns:
@@ -74,18 +74,18 @@ def open_for(
     on_bad: OnBad | None = None,
     progress: Progress | None = None,
 ) -> TestSet:
-    """A test set as a network takes it.
+    """Open a test set in the image size and channels of a network.
 
     Args:
         net: The network.
-        data: A set's name, or a folder of pictures.
-        root: Folder of the data sets.
-        on_bad: What to do about a picture of a folder that cannot be read; None finds out when it is read.
-        progress: Called while the pictures of a folder are checked, for `on_bad`.
+        data: A set's name, or an image folder.
+        root: Root folder of the data sets.
+        on_bad: What to do about unreadable images of a folder; None does not check them in advance.
+        progress: Called while the images of a folder are checked, see `on_bad`.
 
     Raises:
-        ValueError: There is no such set, or it has other classes than the network.
-        DataError: It is not there or damaged.
+        ValueError: The set does not exist, or its classes differ from the network's.
+        DataError: The set is missing or damaged.
     """
     card, options = net.card, {}
     is_folder = families.is_folder(data)
@@ -100,12 +100,12 @@ def open_for(
         if set(found.classes) <= set(card.classes):
             found = datasets.open("folder", folder, classes=card.classes, **options)
         else:
-            found.labels = None  # folders of something else than the network's classes
+            found.labels = None  # the folders are not the network's classes
     return Gray(found) if net.channels == 1 else found
 
 
 class Gray(DerivedSet):
-    """Another set in shades of gray, for networks that see no colour."""
+    """A set converted to greyscale, for networks with one input channel."""
 
     def __init__(self, base: TestSet) -> None:
         self.base = base
@@ -135,45 +135,45 @@ def run_study(
     precision: Precision = "fp32",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure gradient correlation on the sets that a file does not hold yet.
+    """Measure gradient correlation on the sets that a file does not contain yet.
 
     Args:
-        net: The network, on the device to compute on.
+        net: The network, on the device to use.
         names: The sets.
-        out: The file. It must be of the same network and settings, if it is there.
-        root: Folder of the data sets.
-        limit: Only the first so many images of each set.
+        out: The file. An existing one must have the same network and settings.
+        root: Root folder of the data sets.
+        limit: Maximum number of images per set.
         batch: See `gradient_correlation`.
-        single: See there.
-        confident: See there.
-        precision: See there.
-        progress: Called after every set with how many are done, of how many, and the result as text.
+        single: See `gradient_correlation`.
+        confident: See `gradient_correlation`.
+        precision: See `gradient_correlation`.
+        progress: Called after each set with the sets done, their total, and the result as text.
 
     Returns:
-        What the file holds.
+        The content of the file.
 
     Raises:
-        StudyError: The file is of another network, of other settings or images, or no study.
+        StudyError: The file is not a gradient study, or its network, settings or images differ.
         ValueError: An argument is out of range.
-        DataError: A set is not there or damaged. What was measured before stays.
+        DataError: A set is missing or damaged. Sets measured before remain in the file.
     """
     path = Path(out)
     settings = {"limit": limit, "batch": batch, "single": single, "confident": confident, "precision": precision}
     configuration = {"format": _FORMAT, "network": net.fingerprint(), "architecture": net.card.architecture, **settings}
     sets = {name: open_for(net, name, root) for name in dict.fromkeys(names)}
-    marks = {name: test_set.fingerprint() for name, test_set in sets.items()}
+    fingerprints = {name: test_set.fingerprint() for name, test_set in sets.items()}
     study = read_gradient_study(path) if path.exists() else {"configuration": configuration, "sets": {}}
     different = find_differences(study["configuration"], configuration)
     if different:
-        raise StudyError(path, f"another study ({'; '.join(different)})", "write to another file")
-    for name, mark in marks.items():
-        if study["sets"].get(name, {"fingerprint": mark}).get("fingerprint") != mark:
+        raise StudyError(path, f"another configuration ({'; '.join(different)})", "write to another file")
+    for name, fingerprint in fingerprints.items():
+        if study["sets"].get(name, {"fingerprint": fingerprint}).get("fingerprint") != fingerprint:
             raise StudyError(path, f"was made with other images of {name}", "write to another file")
     study |= describe_machine(next(net.parameters()).device)
     missing = {name: test_set for name, test_set in sets.items() if name not in study["sets"]}
-    held = ((name, _hold(test_set, limit)) for name, test_set in missing.items())
+    loaded = ((name, _load(test_set, limit)) for name, test_set in missing.items())
     begin = time.perf_counter()
-    for place, (name, test_set) in enumerate(read_ahead(held), start=1):
+    for done, (name, test_set) in enumerate(read_ahead(loaded), start=1):
         found = gradient_correlation(
             net,
             None,
@@ -185,21 +185,21 @@ def run_study(
             precision=precision,
         )
         seconds = time.perf_counter() - begin
-        own = {"name": name, "fingerprint": marks[name], "seconds": round(seconds, 3)}
-        study["sets"][name] = found.describe() | own
+        about = {"name": name, "fingerprint": fingerprints[name], "seconds": round(seconds, 3)}
+        study["sets"][name] = found.describe() | about
         write_whole(path, json.dumps(study, indent=1, allow_nan=False) + "\n")
         if progress is not None:
             text = f"{format_correlation(found)}  {seconds:.1f} s"
-            progress(len(sets) - len(missing) + place, len(sets), text)
+            progress(len(sets) - len(missing) + done, len(sets), text)
         begin = time.perf_counter()
     return study
 
 
 def read_gradient_study(path: str | Path) -> dict[str, Any]:
-    """A study's file.
+    """Read a gradient study.
 
     Raises:
-        StudyError: It is not there or no study.
+        StudyError: The file is missing or not a gradient study.
     """
     try:
         study = read_json(path, 1 << 28)
@@ -210,12 +210,12 @@ def read_gradient_study(path: str | Path) -> dict[str, Any]:
     except FileError as error:
         raise StudyError(path, error.fault) from None
     except ValueError as error:
-        raise StudyError(path, f"not a study of gradients ({str(error).removesuffix('.')})") from None
+        raise StudyError(path, f"not a gradient study ({str(error).removesuffix('.')})") from None
     return study
 
 
 def format_correlation(found: Correlation) -> str:
-    """A result in one line."""
+    """Format a result as one line."""
     true = "" if found.batch is None else f"inner {found.batch.inner:+.4g}  cosine {found.batch.cosine:+.3f}  "
     unlabelled = {"stand-in": found.stand_in_batch, "balance": found.balance}
     guess = "".join(f"{name} {one.cosine:+.3f}  " for name, one in unlabelled.items() if one is not None)
@@ -223,7 +223,7 @@ def format_correlation(found: Correlation) -> str:
 
 
 def _is_value(value: Any) -> bool:
-    """Whether a value is nothing or a number that can be computed with; a network may lead to large ones."""
+    """Whether a value is None or a number of reasonable size."""
     return value is None or (is_number(value) and abs(value) < 1e40)
 
 
@@ -233,8 +233,8 @@ def _is_agreement(value: Any) -> bool:
     )
 
 
-def _hold(test_set: TestSet, limit: int | None) -> TestSet:
-    """A set with its images in memory, where that is possible."""
+def _load(test_set: TestSet, limit: int | None) -> TestSet:
+    """Load a set's images into memory, where possible."""
     if test_set.right is not None or isinstance(test_set, TensorSet):
         return test_set
     count = len(test_set) if limit is None else min(limit, len(test_set))

@@ -1,17 +1,17 @@
-"""Will Test-Time Training help on these images? What can be said without labels, and a verdict in words.
+"""Will Test-Time Training help on these images? A diagnosis without labels.
 
 `diagnose` takes a network and a set of images, and returns a `Diagnosis`:
 
-    task        error and loss of the self-supervised task, against the training data's (`Reference`), and whether the
-                loss drifts along the stream
-    hints       what would make the task trivial or ill-defined, the paper's warning (section 3, video frames): blank
-                margins, borders that give the turn away, images that lie in all directions
-    agreement   whether the two tasks pull the encoder the same way, with confident predictions in place of labels
-    trial       a short stream of online learning: does the task get easier for images not yet seen, and does the guard
-                have to step in?
-    verdict     what follows, and how sure it is
+    task        error and loss of the self-supervised task, compared to the training data (`Reference`), and the drift
+                of the loss along the stream
+    hints       whether the task is trivial or ill-defined, as the paper warns (section 3, video frames): blank margins,
+                borders that reveal the rotation, images without a canonical orientation
+    agreement   whether the gradients of the two tasks on the encoder agree, with confident predictions as labels
+    trial       a short stream of online learning: does the task's loss fall on new images, and how often does the guard
+                intervene?
+    verdict     the conclusion, with its uncertainty
 
-With labels it adds the true agreement and the error before and after the trial. No label is read for the verdict.
+With labels it adds the true agreement and the error before and after the trial. The verdict never depends on labels.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from testtime.tasks import Rotation, Task
 LIMIT = 500
 TRIAL = 200
 BATCH = 50
-_BLANK = 0.03  # of an image's contrast: a row that varies by less is blank
-_LEAST = 32  # images below which nothing is said
+_BLANK = 0.03  # of an image's contrast; a row with less variation is blank
+_LEAST = 32  # minimum number of images
 
 
 def diagnose(
@@ -73,26 +73,26 @@ def diagnose(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Inspect images without their labels and say whether adapting to them is likely to help.
+    """Estimate from unlabelled images whether adapting to them is likely to help.
 
-    Of a set with more than `limit` images, evenly spaced ones are taken from its beginning to its end. The trial takes
-    some of them in random order (in the set's own order where that is what it tests), and learns from each in its four
-    rotations, without crops: what it measures is whether the task can be learned here at all.
+    Sets with more than `limit` images are subsampled at even intervals. The trial learns online from some of them, in
+    random order (unless the set's order is fixed), from the four rotations of each, without crops: it measures whether
+    the task can be learned on this data.
 
     Args:
-        net: A jointly trained network; it is not changed.
+        net: A jointly trained network; it is not modified.
         test_set: The images, in the order of the stream.
-        reference: How easy the task is on the training data, see `find_reference`.
-        limit: At most so many images.
-        trial: At most so many of them are the trial's stream.
-        steps: Gradient steps on each image of the trial.
+        reference: The task on the training data, see `find_reference`.
+        limit: Maximum number of images.
+        trial: Maximum length of the trial's stream.
+        steps: Gradient steps per image of the trial.
         lr: Learning rate of the trial.
-        threshold: The gate's threshold, to say how many images it would let through.
+        threshold: The gate's threshold, to report how many images it would select.
         seed: Seed of the trial.
-        progress: Called with how many images are done, of how many.
+        progress: Called with the images done, their total, and the set's name.
 
     Raises:
-        ValueError: There are too few images, an argument is out of range, or the images do not fit the network.
+        ValueError: There are too few images, an argument is out of range, or the images do not match the network.
     """
     for name, value in (("limit", limit), ("trial", trial)):
         if value < _LEAST:
@@ -100,7 +100,7 @@ def diagnose(
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1, got {steps}.")
     if not 0 <= threshold <= 1:
-        raise ValueError(f"`threshold` must lie in [0, 1], got {threshold}.")
+        raise ValueError(f"`threshold` must be in [0, 1], got {threshold}.")
     count = min(limit, len(test_set))
     if count < _LEAST:
         raise ValueError(f"{test_set.name} has {count} images; a diagnosis needs at least {_LEAST}.")
@@ -118,7 +118,7 @@ def diagnose(
     with torch.inference_mode(False), arithmetic("fp32", next(net.parameters()).device):
         found = inspect_images(net, task, test_set, numbers, labels, advance)
         seen = found.outputs.pick(chosen)
-        stream = _try(learner, test_set, numbers[chosen], seen, labels, lambda done: advance(count + done))
+        stream = _run_trial(learner, test_set, numbers[chosen], seen, labels, lambda done: advance(count + done))
         measured = _measure_task(found.outputs, task, threshold)
     about: dict[str, Any] = {
         "name": test_set.name,
@@ -139,42 +139,42 @@ def diagnose(
 def diagnose_all(
     net: YNet, sets: Sequence[TestSet], *, progress: Progress | None = None, **options: Any
 ) -> list[Diagnosis]:
-    """Diagnose several sets; on a CPU concurrently, each on one core, since their steps are too small to share.
+    """Diagnose several sets; on a CPU concurrently, one thread each, since single steps are too small to parallelise.
 
     Args:
         net: The network.
         sets: The sets.
-        progress: Called with how many images of all sets are done, of how many.
-        **options: What `diagnose` takes.
+        progress: Called with the images done, the total over all sets, and the current set's name.
+        **options: Passed to `diagnose`.
 
     Raises:
         ValueError: As for `diagnose`.
     """
     done, totals, lock = [0] * len(sets), [0] * len(sets), threading.Lock()
 
-    def one(place: int) -> Diagnosis:
+    def one(index: int) -> Diagnosis:
         def advance(images: int, total: int, text: str) -> None:
             with lock:
-                done[place], totals[place] = images, total
+                done[index], totals[index] = images, total
                 if progress is not None:
-                    progress(sum(done), sum(own or total for own in totals), text)
+                    progress(sum(done), sum(known or total for known in totals), text)
 
-        return diagnose(net, sets[place], progress=advance, **options)
+        return diagnose(net, sets[index], progress=advance, **options)
 
     threads = torch.get_num_threads()
     if len(sets) == 1 or threads == 1 or next(net.parameters()).device.type != "cpu":
-        return [one(place) for place in range(len(sets))]
+        return [one(index) for index in range(len(sets))]
     with ThreadPoolExecutor(min(threads, len(sets)), "set", torch.set_num_threads, (1,)) as pool:
-        running = [pool.submit(one, place) for place in range(len(sets))]
+        running = [pool.submit(one, index) for index in range(len(sets))]
         try:
             return [each.result() for each in running]
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for the sets that have not begun
+            pool.shutdown(cancel_futures=True)  # on Ctrl-C, do not wait for sets that have not started
             raise
 
 
 class Inspection(NamedTuple):
-    """What can be said of images without learning from them."""
+    """Measurements of images without learning from them."""
 
     outputs: Outputs
     hints: Hints
@@ -198,8 +198,8 @@ def inspect_images(
         found.append(meter.measure(images.to(device), None if labels is None else labels[part].to(device)))
         pictures.append(images.float().mean(1))
         advance(sum(map(len, pictures)))
-    outputs = Outputs.join([own for _, own in found])
-    products = Products.join([own for own, _ in found])
+    outputs = Outputs.join([part for _, part in found])
+    products = Products.join([part for part, _ in found])
     sure = outputs.logits.softmax(1).amax(1) >= meter.confident
     names = list(meter.layers)
     return Inspection(
@@ -213,16 +213,16 @@ def inspect_images(
 
 
 def find_hints(pictures: Tensor) -> Hints:
-    """What gives the turn of gray pictures, float `(N, H, W)`, away."""
+    """Measure what reveals the rotation of greyscale images, float `(N, H, W)`."""
     side = min(pictures.shape[1:])
     top, left = (pictures.shape[1] - side) // 2, (pictures.shape[2] - side) // 2
     square = pictures[:, top : top + side, left : left + side]
     contrast = (square.amax((1, 2)) - square.amin((1, 2)))[:, None]
 
-    def blank(turn: int) -> float:
-        """The share of the side that is blank at the top once the pictures are turned clockwise so many times."""
-        turned = square.rot90(-turn, (1, 2))
-        rows = (turned.amax(2) - turned.amin(2) <= _BLANK * contrast) & (contrast > 0)  # (N, rows)
+    def blank(quarters: int) -> float:
+        """Return the blank fraction at the top of the images after clockwise quarter turns."""
+        rotated = square.rot90(-quarters, (1, 2))
+        rows = (rotated.amax(2) - rotated.amin(2) <= _BLANK * contrast) & (contrast > 0)  # (N, rows)
         return float(rows.int().cumprod(1).sum(1).double().mean()) / side
 
     width = max(1, side // 8)
@@ -232,9 +232,9 @@ def find_hints(pictures: Tensor) -> Hints:
     for half in (slice(0, None, 2), slice(1, None, 2)):
         other = slice(1 - (half.start or 0), None, 2)
         mean = square[half].mean(0)
-        patterns = torch.stack([mean.rot90(turn)[ring] for turn in range(4)])  # (4, P)
+        patterns = torch.stack([mean.rot90(quarters)[ring] for quarters in range(4)])  # (4, P)
         patterns = patterns - patterns.mean()
-        views = torch.stack([square[other].rot90(turn, (1, 2)) for turn in range(4)], dim=1)[:, :, ring]
+        views = torch.stack([square[other].rot90(quarters, (1, 2)) for quarters in range(4)], dim=1)[:, :, ring]
         wrong.append((views @ patterns.T).argmax(2) != torch.arange(4, device="cpu"))
     margins = blank(0), blank(1), blank(2), blank(3)  # top, left, bottom, right
     return Hints(margins, float(torch.cat(wrong).double().mean()))
@@ -243,25 +243,25 @@ def find_hints(pictures: Tensor) -> Hints:
 def find_reference(
     net: YNet, name: str | None = None, root: str | Path | None = None, limit: int = LIMIT
 ) -> Reference | None:
-    """How easy the task is on the data that a network was trained on.
+    """Return how easy the task is on a network's training data.
 
     Args:
         net: The network.
-        name: A set or a folder that is like its training data; None takes the test images of the set that the
-            network's card names, if they are there, and otherwise the loss that the card recorded in the last epoch.
-        root: Where data sets are looked for.
-        limit: At most so many images.
+        name: A set or a folder like its training data; None takes the test images of the set named in the network's
+            card, if available, and otherwise the loss of the last epoch in the card's training record.
+        root: Root folder of the data sets.
+        limit: Maximum number of images.
 
     Returns:
-        None if nothing is known.
+        None if it is not known.
 
     Raises:
-        ValueError: There is no set of that name.
-        DataError: The set is not there or damaged.
+        ValueError: The set does not exist.
+        DataError: The set is missing or damaged.
     """
     if name is not None:
         return measure_reference(net, open_for(net, name, root), limit, name)
-    record: Any = net.card.record  # as its file has it, which may be anything
+    record: Any = net.card.record  # from a file, not validated
     trained_on = record
     for key in ("configuration", "data", "name"):
         trained_on = trained_on.get(key) if isinstance(trained_on, dict) else None
@@ -269,8 +269,8 @@ def find_reference(
         options: dict[str, Any] = (
             {"size": net.card.size} if net.card.size is not None and trained_on != "cifar10" else {}
         )
-        with contextlib.suppress(DataError, ValueError):  # not there, or a folder of somebody's own
-            # Held-out images, where there are any: on those it was trained on a network is better than it is.
+        with contextlib.suppress(DataError, ValueError):  # not available here
+            # Held-out images: the loss on training images would be too low.
             found = datasets.open(trained_on, root, **options)
             return measure_reference(net, found, limit, f"{trained_on}, test images")
     epochs = record.get("epochs")
@@ -281,14 +281,14 @@ def find_reference(
 
 
 def measure_reference(net: YNet, test_set: TestSet, limit: int = LIMIT, source: str = "") -> Reference:
-    """How easy the task is on a set."""
+    """Measure how easy the task is on a set."""
     task = tasks.make(net.card.task)
     parts, pictures = [], []
     device = next(net.parameters()).device
     with torch.no_grad(), arithmetic("fp32", device):
-        still = freeze(net)
+        frozen = freeze(net)
         for _, images, _ in test_set.chunks(BATCH, _spread(len(test_set), min(limit, len(test_set)))):
-            parts.append(observe(still, task, images.to(device)))
+            parts.append(observe(frozen, task, images.to(device)))
             pictures.append(images.float().mean(1))
         hints = find_hints(torch.cat(pictures))
     outputs = Outputs.join(parts)
@@ -297,22 +297,22 @@ def measure_reference(net: YNet, test_set: TestSet, limit: int = LIMIT, source: 
 
 
 def _measure_task(outputs: Outputs, task: Task, threshold: float) -> dict[str, Any]:
-    """What a diagnosis says of the task on the images seen."""
+    """Measure the task on the images, as entries of a diagnosis."""
     losses = outputs.losses.mean(1)
-    turns = (outputs.answers - outputs.targets) % task.outputs  # (N, V): which way up the image is taken to be
-    consistent = (turns == turns[:, :1]).all(1)
+    offsets = (outputs.answers - outputs.targets) % task.outputs  # (N, V): the predicted orientation of the image
+    consistent = (offsets == offsets[:, :1]).all(1)
     return {
-        "task_error": Estimate.of((turns != 0).double().mean(1)),
+        "task_error": Estimate.of((offsets != 0).double().mean(1)),
         "task_loss": Estimate.of(losses),
         "drift": _slope(losses),
         "threshold": threshold,
         "gated": float(gate(torch.exp(-outputs.losses[:, 0]), threshold).double().mean()),
         "consistent": float(consistent.double().mean()),
-        "upright": float((turns[consistent, 0] == 0).double().mean()) if consistent.any() else None,
+        "upright": float((offsets[consistent, 0] == 0).double().mean()) if consistent.any() else None,
     }
 
 
-def _try(
+def _run_trial(
     learner: Online,
     test_set: TestSet,
     numbers: Tensor,
@@ -320,7 +320,7 @@ def _try(
     labels: Tensor | None,
     advance: Callable[[int], None],
 ) -> Trial:
-    """Learn along some samples of a set; `outputs` is what the unadapted network says of them."""
+    """Learn online from some samples of a set; `outputs` are those of the unadapted network."""
     parts: list[Prediction] = []
     for part, images, _ in test_set.chunks(8, numbers):
         parts.append(learner.predict(images, part))
@@ -345,15 +345,15 @@ def _try(
 
 
 def _spread(total: int, count: int) -> Tensor:
-    """`count` of `total` numbers in even steps, rising."""
+    """Return `count` evenly spaced indices out of `total`, ascending."""
     return torch.arange(count, device="cpu") * total // count
 
 
 def _slope(losses: Tensor) -> Estimate:
-    """By how much a value rises along its whole length, by least squares."""
+    """Return the increase along the whole stream, by least squares."""
     values = losses.double()
-    place = torch.linspace(-0.5, 0.5, len(values), dtype=torch.float64, device="cpu")
-    scatter = float(place @ place)
-    slope = float(place @ values) / scatter
-    rest = values - values.mean() - slope * place
+    position = torch.linspace(-0.5, 0.5, len(values), dtype=torch.float64, device="cpu")
+    scatter = float(position @ position)
+    slope = float(position @ values) / scatter
+    rest = values - values.mean() - slope * position
     return Estimate(slope, math.sqrt(float(rest @ rest) / (len(values) - 2) / scatter))

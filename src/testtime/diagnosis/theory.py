@@ -1,14 +1,14 @@
-"""The paper's theory as code: when a step on one task helps the other (section 4 and appendix A3).
+"""The paper's theory: when does a step on one task help the other? (section 4 and appendix A3)
 
-`TwoLayerLinear` is the toy problem: two regressions that share a matrix A. There is a learning rate η* with which one
-step on the self-supervised loss brings the main loss to zero (`best_rate`); any rate between 0 and a positive η* helps
-(Lemma 1), and η* has the sign of the inner product of the two gradients (Lemma 2).
+`TwoLayerLinear` is the toy problem: two regressions that share a matrix A. With the learning rate η*, one step on the
+self-supervised loss brings the main loss to zero (`best_rate`); any rate between 0 and a positive η* helps (Lemma 1),
+and η* has the sign of the inner product of the two gradients (Lemma 2).
 
-Theorem 1 carries this over to every pair of losses of which the main one is convex and β-smooth and both have gradients
-no longer than G: where the inner product exceeds ε, the rate ε/(βG²) lowers the main loss (`theorem_rate`). `Logistic`
-is such a loss, for instances to check the theorem on.
+Theorem 1 generalises this to any two losses with gradients bounded by G, the main one convex and β-smooth: if the inner
+product exceeds ε, the rate ε/(βG²) lowers the main loss (`theorem_rate`). `Logistic` is such a loss, to check the
+theorem on.
 
-Everything is in float64; the tests state each claim as a property of random instances.
+Everything is float64; the tests check each claim on random instances.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TwoLayerLinear:
     """Two linear regressions on shared features Ax: main prediction v·Ax, self-supervised prediction w·Ax.
 
     Attributes:
-        shared: A, `(h, d)`, the only part that learns.
+        shared: A, `(h, d)`, the only trained part.
         main: v, `(h,)`.
         task: w, `(h,)`.
     """
@@ -45,11 +45,11 @@ class TwoLayerLinear:
                 )
 
     def main_residual(self, x: Tensor, y: float) -> float:
-        """y₁ - v·Ax: by how much the main prediction of x, `(d,)`, falls short."""
+        """y₁ - v·Ax, the residual of the main prediction for x, `(d,)`."""
         return y - float(self.main @ self.shared @ x)
 
     def task_residual(self, x: Tensor, y: float) -> float:
-        """y₂ - w·Ax, likewise."""
+        """y₂ - w·Ax, the residual of the self-supervised prediction."""
         return y - float(self.task @ self.shared @ x)
 
     def main_loss(self, x: Tensor, y: float) -> float:
@@ -76,11 +76,11 @@ class TwoLayerLinear:
         """η*: the learning rate with which one step on l_s brings l_m to zero.
 
         Raises:
-            ValueError: There is none: the step does not move the main prediction.
+            ValueError: It does not exist, since the step does not change the main prediction.
         """
         motion = self.task_residual(x, task_label) * float(self.main @ self.task) * float(x @ x)
         if motion == 0:
-            raise ValueError("There is no best rate: a step on the task's loss does not move the main prediction.")
+            raise ValueError("There is no best rate: a step on the task's loss does not change the main prediction.")
         return self.main_residual(x, main_label) / motion
 
     def adapt(self, x: Tensor, task_label: float, lr: float) -> TwoLayerLinear:
@@ -90,7 +90,7 @@ class TwoLayerLinear:
 
 @dataclass(frozen=True)
 class Logistic:
-    """Logistic regression on one instance, log(1 + exp(-y θ·x)): convex and smooth in θ, its gradient bounded.
+    """Logistic regression on one instance, log(1 + exp(-y θ·x)): convex and smooth in θ, with a bounded gradient.
 
     Attributes:
         inputs: x, `(d,)`.
@@ -109,27 +109,27 @@ class Logistic:
         return float(F.softplus(-self.label * (theta @ self.inputs), threshold=math.inf))
 
     def gradient(self, theta: Tensor) -> Tensor:
-        """Its gradient, `(d,)`."""
+        """The gradient at parameters `(d,)`."""
         return -self.label * torch.sigmoid(-self.label * (theta @ self.inputs)) * self.inputs
 
     @property
     def smoothness(self) -> float:
-        """β: the gradient changes by no more than β times the change of θ; ‖x‖²/4 here."""
+        """β, the Lipschitz constant of the gradient: ‖x‖²/4."""
         return float(self.inputs @ self.inputs) / 4
 
     @property
     def bound(self) -> float:
-        """G: no gradient is longer; ‖x‖ here."""
+        """G, the bound on the norm of the gradient: ‖x‖."""
         return float(self.inputs.norm())
 
 
 def theorem_rate(epsilon: float, smoothness: float, bound: float) -> float:
-    """Theorem 1's learning rate ε/(βG²).
+    """Return Theorem 1's learning rate ε/(βG²).
 
     Args:
-        epsilon: ε: what the inner product of the gradients exceeds.
+        epsilon: ε, a lower bound on the inner product of the gradients.
         smoothness: β of the main loss.
-        bound: G, of both gradients.
+        bound: G, an upper bound on the norms of both gradients.
 
     Raises:
         ValueError: An argument is not positive.
@@ -141,9 +141,9 @@ def theorem_rate(epsilon: float, smoothness: float, bound: float) -> float:
 
 
 def guaranteed_gain(epsilon: float, smoothness: float, bound: float) -> float:
-    """By how much the main loss falls at least with `theorem_rate`: ε²/(2βG²), from the smoothness bound alone.
+    """Return the guaranteed decrease of the main loss with `theorem_rate`, ε²/(2βG²).
 
-    The smoothness bound says that a step of rate η lowers l_m by at least η⟨∇l_m, ∇l_s⟩ - η²β‖∇l_s‖²/2. With an inner
-    product above ε, ‖∇l_s‖ ≤ G and η = ε/(βG²) that is more than ε²/(2βG²).
+    By smoothness, a step of rate η lowers l_m by at least η⟨∇l_m, ∇l_s⟩ - η²β‖∇l_s‖²/2. With an inner product above ε,
+    ‖∇l_s‖ ≤ G and η = ε/(βG²) that exceeds ε²/(2βG²).
     """
     return theorem_rate(epsilon, smoothness, bound) * epsilon / 2

@@ -1,7 +1,7 @@
-"""What a diagnosis holds, and the verdict that follows from it, in words and with its uncertainty.
+"""The result of a diagnosis, and its verdict in words.
 
-measure.py measures; `judge` decides by a few rules that can be read below. Every number is a mean over images (or
-batches of them) with its standard error, and an interval is two of those to either side.
+measure.py measures; `judge` applies a few simple rules. Every estimate is a mean over images or batches with its
+standard error; intervals are ± two standard errors.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from testtime.storage import printable
 Kind = Literal["helps", "hurts", "little to gain", "trivial", "ill-defined", "unclear"]
 
 _SIDES = ("at the top", "on the left", "at the bottom", "on the right")
-_SIGMAS = 2.0  # how many standard errors an interval reaches to either side: 95%
-_MARGIN = 1 / 12  # of the side: a margin wider by this than the training images' stands out; by half more, if unknown
-_BORDER = 0.2  # error from the border alone below which it gives the turn away
-_FEW = 1.5  # times the training data's loss up to which a task counts as about as easy
-_LOST = 0.65  # error from which on the task counts as guessed
-_GUESSING = 0.9  # times the loss of guessing from which on a task counts as not learned
+_SIGMAS = 2.0  # half width of a 95% interval, in standard errors
+_MARGIN = 1 / 12  # of the side: excess over the training images' margin; 1.5 times if those are unknown
+_BORDER = 0.2  # error from the border alone below which it reveals the rotation
+_FEW = 1.5  # times the training data's loss, up to which the task counts as equally easy
+_LOST = 0.65  # error from which the task counts as guessed
+_GUESSING = 0.9  # times the loss of guessing, from which the task counts as not learned
 
 
 class Estimate(NamedTuple):
@@ -34,29 +34,29 @@ class Estimate(NamedTuple):
 
     @property
     def low(self) -> float:
-        """The lower end of its 95% interval."""
+        """Lower bound of the 95% interval."""
         return self.value - _SIGMAS * self.error
 
     @property
     def high(self) -> float:
-        """The upper end of its 95% interval."""
+        """Upper bound of the 95% interval."""
         return self.value + _SIGMAS * self.error
 
     @staticmethod
     def of(values: Tensor) -> Estimate:
-        """The mean of values `(N,)`."""
+        """Estimate the mean of values `(N,)`."""
         error = float(values.double().std() / math.sqrt(len(values))) if len(values) > 1 else math.inf
         return Estimate(float(values.double().mean()), error)
 
 
 @dataclass(frozen=True)
 class Hints:
-    """What gives an image's turn away without looking at what it shows.
+    """What reveals an image's rotation regardless of its content.
 
     Attributes:
-        margins: Mean share of the side that is blank at the top, left, bottom and right.
-        border: Error of telling the turn from the outermost pixels alone, by the mean border of the other images; 0.75
-            is guessing.
+        margins: Mean blank fraction of the side at the top, left, bottom and right.
+        border: Error of predicting the rotation from the outermost pixels alone, by comparison with the mean border of
+            the other images; 0.75 is chance.
     """
 
     margins: tuple[float, float, float, float]
@@ -65,13 +65,13 @@ class Hints:
 
 @dataclass(frozen=True)
 class Reference:
-    """How easy the task is on the data that the network was trained on.
+    """How easy the task is on the network's training data.
 
     Attributes:
-        source: Where the numbers come from.
-        task_loss: The task's mean loss there.
-        task_error: Its error; None where only the loss is known.
-        hints: The images' own hints; None where the images are not there.
+        source: Where the values come from.
+        task_loss: The task's mean loss.
+        task_error: The task's error; None if only the loss is known.
+        hints: The hints in the images; None if the images are not available.
     """
 
     source: str
@@ -86,16 +86,16 @@ class Trial:
 
     Attributes:
         images: Its length.
-        steps: Gradient steps on each image.
+        steps: Gradient steps per image.
         lr: Learning rate.
-        fall: By how much the task's loss on images of the second half, just before they are learned from, is below the
-            unadapted network's.
-        loss: The task's loss on those images then.
-        rolled_back: Share of images whose update the guard undid.
-        changed: Share of images that are classified differently.
+        fall: Decrease of the task's loss relative to the unadapted network, on the images of the second half just
+            before they are learned from.
+        loss: The task's loss on those images.
+        rolled_back: Fraction of images whose update the guard rolled back.
+        changed: Fraction of images whose predicted class changed.
         error_before: The unadapted network's error on the stream; None without labels.
         error_after: The error with online learning; None without labels.
-        gain: By how much the error fell, as a mean over the images; None without labels.
+        gain: Decrease of the error, as a mean over the images; None without labels.
     """
 
     images: int
@@ -112,12 +112,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows from a diagnosis.
+    """The conclusion of a diagnosis.
 
     Attributes:
         kind: `helps`, `hurts`, `little to gain`, `trivial`, `ill-defined` or `unclear`.
-        headline: The same in a sentence.
-        reasons: What it rests on, a sentence each.
+        headline: The conclusion in a sentence.
+        reasons: The evidence, one sentence each.
     """
 
     kind: Kind
@@ -127,26 +127,26 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `diagnose` found.
+    """The result of `diagnose`.
 
     Attributes:
         name: The set.
-        images: How many of its images were looked at.
-        task_error: Share of views whose turn the self-supervised branch gets wrong.
+        images: Number of images inspected.
+        task_error: Fraction of views whose rotation the self-supervised branch predicts wrongly.
         task_loss: Its loss.
-        reference: The same on the training data; None where nothing is known of it.
-        drift: By how much the task's loss rises from the beginning of the stream to its end.
+        reference: The same on the training data; None if not known.
+        drift: Increase of the task's loss from the beginning to the end of the stream.
         threshold: The gate's threshold.
-        gated: Share of images that the gate would let through to learning.
-        consistent: Share of images whose four views are all answered with the same turn of the image.
-        upright: Share of those that are taken to be upright; None where there are none.
-        hints: What gives the turn away.
-        confident: Share of images on which the classifier is confident.
-        agreement: Agreement of the two gradients with confident predictions as labels; None where there are none.
+        gated: Fraction of images that the gate would select for learning.
+        consistent: Fraction of images whose four views imply the same orientation.
+        upright: Fraction of those predicted to be upright; None if there are none.
+        hints: What reveals the rotation.
+        confident: Fraction of images on which the classifier is confident.
+        agreement: Agreement of the two gradients with confident predictions as labels; None if there are none.
         balance: Agreement with the balance of the predictions as the main loss, see `Correlation`.
         true_agreement: Agreement with the true labels; None without labels.
-        trial: The short stream of online learning.
-        verdict: What follows.
+        trial: The trial of online learning.
+        verdict: The conclusion.
     """
 
     name: str
@@ -168,36 +168,36 @@ class Diagnosis:
     verdict: Verdict
 
     def describe(self) -> dict[str, Any]:
-        """The same as JSON could hold it."""
+        """Return the diagnosis as JSON-serializable data."""
         return _plain(asdict(self)) | {"facts": list_facts(self)}
 
 
 def judge(found: Diagnosis, guessing: float) -> Verdict:
-    """What follows from a diagnosis without its verdict; labels play no part in it.
+    """Derive the verdict from a diagnosis, without using labels.
 
-    The rules, the first that holds:
+    The first rule that holds applies:
 
-        trivial         margins or the border give the turn away, and did not in the training data
-        ill-defined     the task is guessed, and after the trial its loss on images not yet seen is no better
+        trivial         margins or the border reveal the rotation, unlike in the training data
+        ill-defined     the task is at chance level, and the trial does not improve its loss on new images
         little to gain  the task is about as easy as on the training data
-        hurts           the two gradients point apart, or the guard had to step in on more than a twentieth of the trial
-        helps           they point the same way, and the task does not get harder along the stream
+        hurts           the two gradients disagree, or the guard intervenes on more than 5% of the trial
+        helps           the two gradients agree, and the task's loss does not rise along the trial
         unclear         none of these
 
-    Which way the gradients point is told without labels: by the balance of the predictions, and where that does not go
-    beyond chance by the confident predictions, which can speak for adaptation but not against it.
+    Whether the gradients agree is estimated without labels: by the balance of the predictions and, if that is not
+    significant, by the confident predictions, which can be evidence for adaptation but not against it.
 
     Args:
-        found: Everything but the verdict.
-        guessing: The task's loss by guessing.
+        found: The diagnosis; its verdict is ignored.
+        guessing: The task's loss at chance level.
     """
     for rule in (_trivial, _ill_defined, _little, _hurts, _helps):
         verdict = rule(found, guessing)
         if verdict is not None:
             return verdict
-    reasons = [_tell_agreement(found), _tell_trial(found)]
+    reasons = [_format_agreement(found), _format_trial(found)]
     return Verdict(
-        "unclear", "It is not clear whether adaptation helps here: the signs do not go beyond chance.", tuple(reasons)
+        "unclear", "It is unclear whether adaptation helps: the evidence is not significant.", tuple(reasons)
     )
 
 
@@ -205,40 +205,40 @@ def _ill_defined(found: Diagnosis, guessing: float) -> Verdict | None:
     if found.trial.loss.value < _GUESSING * guessing or found.task_error.value < _LOST:
         return None
     reasons = [
-        f"The task's error is {_percent(found.task_error)}; 75% is guessing.",
-        f"After learning along {found.trial.images} images its loss on the next ones is {_number(found.trial.loss)}; "
-        f"guessing has {guessing:.2f}.",
+        f"The task's error is {_percent(found.task_error)}; 75% is chance.",
+        f"After learning from {found.trial.images} images its loss on new ones is {_number(found.trial.loss)}; "
+        f"guessing gives {guessing:.2f}.",
     ]
     if found.upright is not None and found.consistent >= 0.5 and found.upright <= 0.5:
         reasons.append(
-            f"The network tells the views of an image apart ({found.consistent:.0%} of the images), but takes only "
-            f"{found.upright:.0%} of them to be upright: the images lie in all directions."
+            f"The network distinguishes the rotations of {found.consistent:.0%} of the images, but predicts only "
+            f"{found.upright:.0%} of them as upright: their orientations vary."
         )
-    return Verdict("ill-defined", "Rotation is ill-defined on this data: there is no up to learn from.", tuple(reasons))
+    return Verdict("ill-defined", "Rotation is ill-defined on this data: it cannot be learned.", tuple(reasons))
 
 
 def _trivial(found: Diagnosis, guessing: float) -> Verdict | None:
     known = None if found.reference is None else found.reference.hints
     usual = (0.0,) * 4 if known is None else known.margins
-    excess = [own - other for own, other in zip(found.hints.margins, usual, strict=True)]
+    excess = [margin - other for margin, other in zip(found.hints.margins, usual, strict=True)]
     reasons, most = [], _MARGIN if known is not None else 1.5 * _MARGIN
     if max(excess) > most and max(excess) - min(excess) > most:
-        reasons.append(f"Blank margins take {_margins(found.hints)} of the side on average.")
+        reasons.append(f"Blank margins cover on average {_margins(found.hints)} of the side.")
     border = 0.75 if known is None else known.border
     if found.hints.border < _BORDER and border - found.hints.border > 0.15:
         reasons.append(
-            f"The outermost pixels alone give the turn away: error {found.hints.border:.0%}; 75% is guessing."
+            f"The outermost pixels alone reveal the rotation: error {found.hints.border:.0%}; 75% is chance."
         )
     if not reasons:
         return None
     if known is None:
-        reasons.append("What the borders of the training images were like is not known (--reference tells).")
+        reasons.append("The borders of the training images are not known; --reference provides them.")
     else:
         reasons.append(f"On the training data: {_margins(known)}; error from the border alone {known.border:.0%}.")
     return Verdict(
         "trivial",
-        "Rotation is trivial on this data: its borders give the answer away, so learning it need not teach anything.",
-        (*reasons, _tell_trial(found)),
+        "Rotation is trivial on this data: the borders reveal it, so learning it may not teach anything.",
+        (*reasons, _format_trial(found)),
     )
 
 
@@ -246,57 +246,57 @@ def _little(found: Diagnosis, guessing: float) -> Verdict | None:
     known = found.reference
     if known is None or found.task_loss.low > _FEW * known.task_loss:
         return None
-    reasons = (_tell_task(found), _tell_agreement(found))
+    reasons = (_format_task(found), _format_agreement(found))
     return Verdict(
         "little to gain", "There is little to gain: the task is about as easy as on the training data.", reasons
     )
 
 
 def _hurts(found: Diagnosis, guessing: float) -> Verdict | None:
-    apart = _direction(found) < 0
-    if not apart and found.trial.rolled_back <= 0.05:
+    disagree = _direction(found) < 0
+    if not disagree and found.trial.rolled_back <= 0.05:
         return None
-    cause = "the two tasks pull the encoder apart" if apart else "the guard has to undo its updates"
+    cause = "the gradients of the two tasks disagree" if disagree else "the guard rolls back too many updates"
     return Verdict(
         "hurts",
         f"Adaptation is unlikely to help and may hurt: {cause}.",
-        (_tell_agreement(found), _tell_trial(found)),
+        (_format_agreement(found), _format_trial(found)),
     )
 
 
 def _helps(found: Diagnosis, guessing: float) -> Verdict | None:
     if _direction(found) <= 0 or found.trial.fall.high <= 0:
         return None
-    reasons = [_tell_task(found), _tell_agreement(found), _tell_trial(found)]
+    reasons = [_format_task(found), _format_agreement(found), _format_trial(found)]
     if found.drift.low > 0:
         reasons.append(f"The task's loss rises by {_number(found.drift)} along the stream: later images are harder.")
     return Verdict(
-        "helps", "Online adaptation is likely to help: the two tasks pull the encoder the same way.", tuple(reasons)
+        "helps", "Online adaptation is likely to help: the gradients of the two tasks agree.", tuple(reasons)
     )
 
 
 def _direction(found: Diagnosis) -> int:
-    """1 where the two gradients point the same way beyond chance, -1 where they point apart, else 0."""
+    """Return 1 if the two gradients agree significantly, -1 if they disagree, else 0."""
     if found.balance is not None and _cosine(found.balance).high < 0:
         return -1
-    # A confident prediction that is wrong turns its gradient round, so the stand-ins can speak for it only.
-    known = [own for own in (found.balance, found.agreement) if own is not None]
-    return 1 if any(_cosine(own).low > 0 for own in known) else 0
+    # A wrong pseudo-label reverses its gradient, so confident predictions are no evidence of disagreement.
+    known = [part for part in (found.balance, found.agreement) if part is not None]
+    return 1 if any(_cosine(part).low > 0 for part in known) else 0
 
 
 def format_diagnosis(found: Diagnosis) -> str:
-    """A diagnosis in lines of words."""
+    """Format a diagnosis as lines of text."""
     head = f"{printable(found.name)}, {found.images:,} images\n{found.verdict.headline}"
     reasons = "".join(f"\n  – {reason}" for reason in found.verdict.reasons)
     return head + reasons + "".join(f"\n  {name:<12}{text}" for name, text in list_facts(found).items())
 
 
 def list_facts(found: Diagnosis) -> dict[str, str]:
-    """What was measured, a text for each thing."""
+    """Return the measurements as text, by name."""
     known, trial = found.reference, found.trial
     task = f"error {_percent(found.task_error)}, loss {_number(found.task_loss)}"
     if known is None:
-        usual = "not known: neither --reference nor the network's card tells"
+        usual = "not known: pass --reference"
     else:
         error = "" if known.task_error is None else f"error {known.task_error:.1%}, "
         usual = f"{error}loss {known.task_loss:.2f} ({printable(known.source)})"
@@ -305,15 +305,15 @@ def list_facts(found: Diagnosis) -> dict[str, str]:
         "task": task,
         "in training": usual,
         "drift": f"{found.drift.value:+.2f} ± {_SIGMAS * found.drift.error:.2f} in the task's loss along the stream",
-        "up": f"{found.consistent:.0%} of the images are told the same way up in all turns{upright}",
+        "up": f"{found.consistent:.0%} of the images have the same orientation in all rotations{upright}",
         "borders": f"margins {_margins(found.hints)}; error from the border alone {found.hints.border:.0%}",
-        "gate": f"at {found.threshold:g} it would learn from {found.gated:.0%} of the images",
-        "guard": f"would step in on {trial.rolled_back:.0%} ({trial.images} images, {trial.steps} × lr {trial.lr:g})",
+        "gate": f"at {found.threshold:g} it would select {found.gated:.0%} of the images",
+        "guard": f"would intervene on {trial.rolled_back:.0%} ({trial.images} images, {trial.steps} × lr {trial.lr:g})",
     }
     if found.agreement is not None:
-        lines["agreement"] = f"cosine {_signed(_cosine(found.agreement))}, confident predictions in place of labels"
+        lines["agreement"] = f"cosine {_signed(_cosine(found.agreement))}, confident predictions as labels"
     if found.balance is not None:
-        lines["balance"] = f"cosine {_signed(_cosine(found.balance))}, even shares of the classes in place of labels"
+        lines["balance"] = f"cosine {_signed(_cosine(found.balance))}, balanced predictions as the main loss"
     if found.true_agreement is not None:
         step = trial.lr * found.true_agreement.inner
         lines["with labels"] = (
@@ -322,22 +322,22 @@ def list_facts(found: Diagnosis) -> dict[str, str]:
         )
     if trial.gain is not None and trial.error_before is not None and trial.error_after is not None:
         lines["gain"] = (
-            f"{100 * trial.gain.value:+.1f} ± {100 * _SIGMAS * trial.gain.error:.1f} points along the trial: error "
+            f"{100 * trial.gain.value:+.1f} ± {100 * _SIGMAS * trial.gain.error:.1f} points in the trial: error "
             f"{trial.error_before:.1%} → {trial.error_after:.1%}"
         )
     return lines
 
 
-def _tell_task(found: Diagnosis) -> str:
+def _format_task(found: Diagnosis) -> str:
     text = f"The task's error is {_percent(found.task_error)}, its loss {_number(found.task_loss)}"
     known = found.reference
     if known is None:
-        return f"{text}; on the training data they are not known (--reference tells)."
+        return f"{text}; on the training data they are not known; --reference provides them."
     error = "" if known.task_error is None else f"error {known.task_error:.1%}, "
     return f"{text}; on the training data {error}loss {known.task_loss:.2f}."
 
 
-def _tell_agreement(found: Diagnosis) -> str:
+def _format_agreement(found: Diagnosis) -> str:
     if found.agreement is None and found.balance is None:
         return "The two tasks' gradients were not compared."
     parts = []
@@ -347,17 +347,17 @@ def _tell_agreement(found: Diagnosis) -> str:
             "labels"
         )
     if found.balance is not None:
-        parts.append(f"{_signed(_cosine(found.balance))} with even shares of the classes as the main task")
+        parts.append(f"{_signed(_cosine(found.balance))} with balanced predictions as the main loss")
     return f"Without labels, the cosine of the two tasks' gradients is {'; '.join(parts)}."
 
 
-def _tell_trial(found: Diagnosis) -> str:
+def _format_trial(found: Diagnosis) -> str:
     trial, moved = found.trial, found.trial.fall
-    change = "fell by" if moved.low > 0 else "rose by" if moved.high < 0 else "changed by no more than chance:"
+    change = "fell by" if moved.low > 0 else "rose by" if moved.high < 0 else "did not change significantly:"
     size = Estimate(abs(moved.value), moved.error)
     return (
-        f"Along {trial.images} images of online learning the task's loss on images not yet seen {change} "
-        f"{_number(size)}; the guard stepped in on {trial.rolled_back:.0%}."
+        f"In a trial of online learning on {trial.images} images, the task's loss on new images {change} "
+        f"{_number(size)}; the guard intervened on {trial.rolled_back:.0%}."
     )
 
 
@@ -384,7 +384,7 @@ def _percent(estimate: Estimate) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A nested value as JSON could hold it; what is not finite becomes None."""
+    """Convert a nested value for JSON; non-finite numbers become None."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

@@ -1,15 +1,15 @@
-"""Evaluation: records of an adapter on a test set, and runs of methods × test sets × seeds in a folder.
+"""Evaluation of adapters on test sets, and runs of methods × test sets × seeds stored in a folder.
 
 records.py             `evaluate`, a generator of records
-method_specs.py        how a run uses a method: a mode, a network, settings
-study.py, plan.py      what to run: from a TOML file, from arguments, or from both
-units.py               the folder of a run: one file for each finished unit; `open_run` reads it
-descriptions.py        what runs and units say of themselves, checked where it is read
-summary.py             runs without their records, in one small file; `open_runs` reads it, or a folder
-stream_checkpoints.py  checkpoints of units that advance together
-worker.py              the work of a unit
-schedule.py, run.py    running what is missing, in this process; ray.py: over Ray
-predict_files.py       picture files in, answers out
+method_specs.py        a method in a run: mode, network, settings
+study.py, plan.py      what to run, from a TOML file, arguments or both
+units.py               the run folder, one file per finished unit; `open_run`
+descriptions.py        validation of the metadata of runs and units
+summary.py             runs without their records, in one small file; `open_runs`
+stream_checkpoints.py  checkpoints of online units that run as parallel streams
+worker.py              running one unit
+schedule.py, run.py    running the missing units in this process; ray.py: on Ray
+predict_files.py       predictions for image files
 """
 
 from testtime.evaluation.method_specs import MethodSpec

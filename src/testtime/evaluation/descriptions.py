@@ -1,4 +1,4 @@
-"""What run.json, the files of units and summaries say of themselves, checked where it is read."""
+"""Validation of the metadata in run.json, unit files and summaries."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from testtime.checks import (
 )
 
 COUNTED = ("images", "labelled", "is_right", "was_right", "adapted", "rolled_back")
-"""What is counted of the images of a unit."""
+"""The counts stored for each unit."""
 
 _TABLE: Kind = ("a table", is_table)
 _TABLES: Kind = ("tables", is_table_of(is_table))
-_TEXT: Kind = ("a text", is_text)
+_TEXT: Kind = ("a string", is_text)
 _INTEGERS: Kind = ("integers", is_list_of(is_integer))
 _CONFIGURATION: dict[str, Kind] = {
     "networks": _TABLES,
@@ -31,7 +31,7 @@ _CONFIGURATION: dict[str, Kind] = {
     "sets": _TABLE,
     "seeds": _INTEGERS,
     "shuffle": ("true or false", is_flag),
-    "limit": ("an integer from 1 on", lambda value: value is None or is_integer(value, 1)),
+    "limit": ("a positive integer or null", lambda value: value is None or is_integer(value, 1)),
 }
 _ABOUT: dict[str, Kind] = {
     "title": _TEXT,
@@ -42,24 +42,24 @@ _ABOUT: dict[str, Kind] = {
 _UNIT: dict[str, Kind] = {
     "method": _TEXT,
     "set": _TEXT,
-    "corruption": ("a text or nothing", lambda value: value is None or is_text(value)),
-    "level": ("an integer or nothing", lambda value: value is None or is_integer(value)),
+    "corruption": ("a string or null", lambda value: value is None or is_text(value)),
+    "level": ("an integer or null", lambda value: value is None or is_integer(value)),
     "seed": ("an integer", is_integer),
-    "seconds": ("a number from 0 on", lambda value: is_number(value) and 0 <= value < 1e12),
-    "counts": ("integers from 0 on", is_table_of(lambda value: is_integer(value, 0))),
+    "seconds": ("a non-negative number", lambda value: is_number(value) and 0 <= value < 1e12),
+    "counts": ("non-negative integers", is_table_of(lambda value: is_integer(value, 0))),
     "threshold": ("a number", is_number),
 }
 
 
 def check_run(configuration: Any, about: Any) -> None:
-    """Check what a run says of itself.
+    """Check the metadata of a run.
 
     Args:
-        configuration: What decides its results.
-        about: Everything else.
+        configuration: Everything that determines its results.
+        about: All other metadata.
 
     Raises:
-        ValueError: It is not what a run says.
+        ValueError: An entry has the wrong type.
     """
     for table, kinds in ((configuration, _CONFIGURATION), (about, _ABOUT)):
         check_table(table)
@@ -67,20 +67,20 @@ def check_run(configuration: Any, about: Any) -> None:
 
 
 def check_unit(about: Any) -> None:
-    """Check what a unit says of itself.
+    """Check the metadata of a unit.
 
     Raises:
-        ValueError: It is not what a unit says.
+        ValueError: An entry is missing or has the wrong type.
     """
     check_table(about)
     check_entries(about, _UNIT, [name for name in _UNIT if name != "threshold"])
     check_entries(about["counts"], {}, COUNTED)
     if (about["corruption"], about["level"]) != read_shift(about["set"]):
-        raise ValueError(f"{show(about['set'])} has another corruption or level.")
+        raise ValueError(f"{show(about['set'])} does not match its corruption and level.")
 
 
 def read_shift(set_name: str) -> tuple[str | None, int | None]:
-    """Corruption and level in the name of a set, None for what it does not have."""
+    """Return the corruption and level in the name of a set; None where it has none."""
     family, *parts = set_name.split("/")
     if family.endswith("-c") and len(parts) == 2 and parts[1].isdecimal() and len(parts[1]) < 10:
         return parts[0], int(parts[1])

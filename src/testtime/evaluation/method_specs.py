@@ -1,4 +1,4 @@
-"""How a run uses methods: each by a name of its own, with a mode, a network and settings, from a study or arguments."""
+"""Methods as configured in a run, from a study or from arguments: a name, a mode, a network and settings."""
 
 from __future__ import annotations
 
@@ -28,48 +28,48 @@ from testtime.networks.ynet import YNet
 from testtime.precision import Precision
 
 JOINT, BASELINE = "joint", "baseline"
-"""The networks that options of their own give, `--checkpoint` and `--baseline`."""
+"""The networks given by `--checkpoint` and `--baseline`."""
 
 _SETTINGS: dict[str, Kind] = {
     "steps": ("an integer", is_integer),
     "lr": ("a number", is_number),
     "copies": ("an integer", is_integer),
-    "threshold": ("a number or a share", lambda value: is_number(value) or is_text(value)),
-    "update": ("a text", is_text),
+    "threshold": ("a number or a percentage", lambda value: is_number(value) or is_text(value)),
+    "update": ("a string", is_text),
     "guard": ("a number", lambda value: is_number(value) or value == math.inf),
-    "precision": ("a text", is_text),
+    "precision": ("a string", is_text),
     "mirrored": ("true or false", is_flag),
     "augment": ("a table", is_table),
-    "task": ("a text or a table", lambda value: is_text(value) or is_table(value)),
-    "share": ("a text", is_text),
-    "statistics": ("a text", is_text),
+    "task": ("a string or a table", lambda value: is_text(value) or is_table(value)),
+    "share": ("a string", is_text),
+    "statistics": ("a string", is_text),
 }
 _AUGMENT: dict[str, Kind] = {
-    "name": ("a text", is_text),
+    "name": ("a string", is_text),
     "padding": ("an integer", lambda value: is_integer(value, 0, 2**15)),
     "size": ("an integer", lambda value: is_integer(value, 1, 2**15)),
     "scale": ("two numbers", lambda value: _is_pair(value)),
     "ratio": ("two numbers", lambda value: _is_pair(value)),
     "flip": ("true or false", is_flag),
 }
-_ANSWERS = ("precision", "mirrored")  # the settings of a method that learns nothing
+_INFERENCE = ("precision", "mirrored")  # the settings of fixed methods
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """How a run uses a method, by a name of its own.
+    """A method as configured in a run.
 
     Attributes:
-        name: What it is called in the run.
+        name: Its name in the run.
         mode: `fixed`, `episodic` or `online`.
-        network: Name of the network it starts from: `joint`, the `baseline` that was trained on classes only, or any
-            other that the plan has a file for.
-        settings: Fields of `Settings` that differ from the method's own: steps, lr, copies, threshold, update, share,
-            statistics, guard, precision, mirrored; `augment` and `task` as name and arguments. One that learns nothing
-            takes only precision and mirrored. A `threshold` may be a share of the images, such as "20%": for each test
-            set it is then the confidence of the network as it is that so many of the images fall below. That looks at
-            the whole unlabelled set once, before the first image is answered.
-        method: What is learned, a name from `METHODS`.
+        network: Name of the network it starts from: `joint`, `baseline` (trained on class labels only), or any other
+            network of the plan.
+        settings: Fields of `Settings` that differ from the method's defaults: steps, lr, copies, threshold, update,
+            share, statistics, guard, precision, mirrored; `augment` and `task` as name and arguments. A fixed method
+            accepts only precision and mirrored. A `threshold` may be a percentage, e.g. "20%": on each test set it
+            becomes that quantile of the unadapted network's confidences, which takes one pass over the unlabelled set
+            beforehand.
+        method: A name from `METHODS`.
     """
 
     name: str
@@ -91,81 +91,81 @@ class MethodSpec:
             raise ValueError(f"`mode` must be one of {', '.join(get_args(Mode))}, got {show(self.mode)}.")
         check_name("`network`", self.network)
         if "=" in self.network:
-            raise ValueError(f"`network` must not have a =, got {self.network!r}.")
+            raise ValueError(f"`network` must not contain `=`, got {self.network!r}.")
         if not isinstance(self.method, str) or self.method not in METHODS:
             raise ValueError(f"`method` must be one of {', '.join(METHODS)}, got {show(self.method)}.")
         for name in self.settings:
             if name not in _SETTINGS:
-                raise ValueError(f"no setting is called {show(name)}; there are {', '.join(_SETTINGS)}.")
+                raise ValueError(f"unknown setting {show(name)}; available: {', '.join(_SETTINGS)}.")
         check_entries(self.settings, _SETTINGS)
         check_entries(self.settings.get("augment", {}), _AUGMENT)
-        idle = [name for name in self.settings if self.mode == "fixed" and name not in _ANSWERS]
+        idle = [name for name in self.settings if self.mode == "fixed" and name not in _INFERENCE]
         if idle:
-            raise ValueError(f"it learns nothing, so it has no {', '.join(idle)}.")
+            raise ValueError(f"a fixed method has no setting {', '.join(idle)}.")
 
     @property
     def share(self) -> float | None:
-        """The share of the images to learn from, in (0, 1], where the threshold asks for one."""
+        """The fraction of the images to learn from, in (0, 1], if the threshold is a percentage."""
         threshold = self.settings.get("threshold")
         return read_share(threshold) if isinstance(threshold, str) else None
 
     def resolve(self, threshold: float) -> MethodSpec:
-        """The same with a number for its threshold."""
+        """Return a copy with a numeric threshold."""
         return replace(self, settings={**self.settings, "threshold": threshold})
 
     def observe_only(self, net: YNet) -> Adapter:
-        """An adapter that observes as this one does and learns nothing."""
+        """Return an adapter that observes as this method does, without learning."""
         settings = {**self.settings, "threshold": 1.0, "steps": 0}
         return replace(self, mode="episodic", settings=settings).make(net, 0, 1)
 
     def make(self, net: YNet, seed: int, parallel: int | Literal["auto"] = "auto") -> Adapter:
-        """The adapter; its threshold must be a number."""
+        """Return the adapter; the threshold must be a number."""
         if self.share is not None:
-            raise ValueError(f"{self.name}: a share of the images becomes a threshold only on a test set.")
+            raise ValueError(f"{self.name}: a percentage threshold must first be resolved on a test set.")
         if self.mode == "fixed":
             return Fixed(net, **self.settings)
         given: dict[str, Any] = {"method": self.method, **self._arguments(seed)}
         return Episodic(net, parallel=parallel, **given) if self.mode == "episodic" else Online(net, **given)
 
     def make_streams(self, net: YNet, seed: int, count: int) -> Streams:
-        """The same for `count` streams that advance together; for an online method whose threshold is a number."""
+        """Return `count` parallel streams of an online method; the threshold must be a number."""
         return Streams(net, count, method=self.method, **self._arguments(seed))
 
     def describe(self, net: YNet) -> dict[str, Any]:
-        """What decides its answers on a network, defaults written out, as JSON could hold it."""
+        """Return everything that determines its predictions on a network, defaults included, JSON-serializable."""
         if self.share is not None:
             described = self.resolve(1.0).describe(net)
             described["settings"]["threshold"] = self.settings["threshold"]
             return described
         settings = dict(self.settings) if self.mode == "fixed" else self.make(net, 0, 1).describe()
-        settings.pop("seed", None)  # it belongs to the unit
+        settings.pop("seed", None)  # belongs to the unit
         return {"mode": self.mode, "network": self.network, "settings": settings}
 
     @property
     def copies(self) -> int:
-        """Augmented copies in one step."""
+        """Augmented copies per step."""
         return self._settings().copies
 
     @property
     def views(self) -> int:
-        """Views that the network sees in one step."""
+        """Views per step."""
         return self.copies * self._count_views()[0]
 
     @property
     def cost(self) -> int:
-        """Views that the network sees for one image, a step's counted three times since it goes back as well."""
+        """Forward passes per image; a view in a training step counts three times for its backward pass."""
         observed = self._count_views()[1]
         if self.mode == "fixed":
             return observed
         return 2 * observed + round(3 * self._settings().steps * self.views * (self.share or 1))
 
     def _count_views(self) -> tuple[int, int]:
-        """How many views the task makes of a copy to learn from, and of a plain image to observe."""
+        """Return the views that the task makes of a copy to learn from, and of a plain image to observe."""
         task = self._settings().task or tasks.make("rotation")
         return tasks.count_views(task)
 
     def _settings(self) -> Settings:
-        """The settings of the method in its mode, its threshold 1 where that is not known yet."""
+        """Return the settings of the method in its mode, with threshold 1 if it is still a percentage."""
         spec = self if self.share is None else self.resolve(1.0)
         given = {"steps": 0, **self.settings} if self.mode == "fixed" else spec._arguments(0)
         return find_method(self.method).make_settings(self.mode, given)
@@ -183,22 +183,22 @@ def _is_pair(value: Any) -> bool:
 
 
 def read_share(text: str) -> float:
-    """A share such as "20%" as a number in (0, 1].
+    """Parse a percentage, e.g. "20%", as a fraction in (0, 1].
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a percentage in (0, 100].
     """
     try:
         percent = float(text.removesuffix("%")) if text.endswith("%") else math.nan
     except ValueError:
         percent = math.nan
     if not 0 < percent <= 100:
-        raise ValueError(f'`threshold` must lie in [0, 1] or be a share of the images such as "20%", got {show(text)}.')
+        raise ValueError(f'`threshold` must be in [0, 1] or a percentage of the images, e.g. "20%", got {show(text)}.')
     return percent / 100
 
 
 BEST = "best"
-"""The usual method that is run only where it is asked for."""
+"""The usual method that only runs when named explicitly."""
 
 USUAL: dict[str, MethodSpec] = {
     "plain": MethodSpec("plain", "fixed", BASELINE),
@@ -207,44 +207,44 @@ USUAL: dict[str, MethodSpec] = {
     "online": MethodSpec("online", "online"),
     BEST: MethodSpec(BEST, "online", method="best"),
 }
-"""What the usual names stand for."""
+"""The methods that need no study, by name."""
 
 
 def read_method(name: str, about: Any) -> MethodSpec:
-    """A method as a study's table has it.
+    """Return the method that a study's table describes.
 
     Raises:
-        ValueError: It has no mode, or something that no method has.
+        ValueError: The mode is missing, or an entry is unknown or invalid.
     """
     check_name("The name of a method", name)
     if not isinstance(about, dict) or "mode" not in about:
-        raise ValueError(f"The method {name} must be a table with a mode.")
+        raise ValueError(f"The method {name} must be a table with a `mode`.")
     settings = {key: value for key, value in about.items() if key not in ("mode", "network", "method")}
     return MethodSpec(name, about["mode"], about.get("network", JOINT), settings, about.get("method", "ttt"))
 
 
 def override(methods: Sequence[MethodSpec], overrides: Mapping[str, Sequence[str] | None]) -> list[MethodSpec]:
-    """Methods with other settings.
+    """Return the methods with some settings overridden.
 
     Args:
         methods: The methods.
-        overrides: For each setting texts such as "0.01" or "online=0.01"; a named one overrides an unnamed, which is
-            for the methods that learn, or for those that can have it where none does.
+        overrides: For each setting, strings such as "0.01" or "online=0.01". One without a name applies to every method
+            that learns, or, if none does, to every method that accepts it; one with a name takes precedence.
 
     Raises:
-        ValueError: A method does not exist, a value is none for that setting, or no method has the setting.
+        ValueError: A method is unknown, a value is invalid, or no method has the setting.
     """
     changed = {method.name: method for method in methods}
     learning = [method.name for method in methods if method.mode != "fixed"]
     for setting, texts in overrides.items():
-        # The unnamed come first: "0.1" and "online=0.2" mean the same in either order.
+        # Values without a name first, so that the order of "0.1" and "online=0.2" does not matter.
         for text in sorted(texts or (), key=lambda text: "=" in text):
             name, _, word = text.rpartition("=")
-            known = list(changed) if setting in _ANSWERS else learning
+            known = list(changed) if setting in _INFERENCE else learning
             if name and name not in known:
-                raise ValueError(f"--{setting}: no method that it applies to is called {name!r} ({', '.join(known)}).")
+                raise ValueError(f"--{setting}: no applicable method is called {name!r} ({', '.join(known)}).")
             if not known:
-                raise ValueError(f"--{setting}: none of the methods learns ({', '.join(changed)}), so none has it.")
+                raise ValueError(f"--{setting}: none of the methods learns ({', '.join(changed)}).")
             value = _read_value(setting, word, text)
             for one in [name] if name else learning or known:
                 changed[one] = replace(changed[one], settings={**changed[one].settings, setting: value})
@@ -252,7 +252,7 @@ def override(methods: Sequence[MethodSpec], overrides: Mapping[str, Sequence[str
 
 
 def _read_value(setting: str, word: str, text: str) -> int | float | str:
-    """A setting's value from the word given for it; `text` is what the user wrote."""
+    """Parse the value of a setting; `text` is the user's input, for messages."""
     if setting == "precision":
         if word not in get_args(Precision):
             raise ValueError(f"--precision must be one of {', '.join(get_args(Precision))}, got {text!r}.")

@@ -1,7 +1,7 @@
-"""What a run is to do: networks, test sets, methods with their settings, seeds.
+"""The plan of a run: networks, test sets, methods with their settings, seeds.
 
-A `Plan` comes from arguments, from a study (study.py), or from both, where arguments override the study. It is plain
-text and numbers, so that it can be sent to other processes; nothing is opened before run.py does.
+A `Plan` is made from arguments, a study (study.py), or both, in which case arguments override the study. It consists of
+strings and numbers, so that it can be sent to other processes; networks and sets are opened in worker.py.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class SetSpec:
     """A test set to open.
 
     Attributes:
-        name: What it is called in the run.
-        folder: The folder of pictures it is; None for a set that `testtime.data` knows by its name.
+        name: Its name in the run.
+        folder: The image folder; None for a set registered in `testtime.data`.
     """
 
     name: str
@@ -48,19 +48,19 @@ class SetSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run is to do.
+    """The plan of a run.
 
     Attributes:
-        networks: For each network's name its file, or a bundled network's name. A file that holds `{set}`,
-            `{corruption}` or `{level}` is another one for every test set, see `fill`.
+        networks: A checkpoint file, or the name of a bundled network, by network name. `{set}`, `{corruption}` and
+            `{level}` in a file name are replaced for each test set, see `fill`.
         sets: The test sets.
         methods: The methods.
-        seeds: Seeds; each is a run of everything with other augmentations, and another order if shuffled.
-        shuffle: Whether to shuffle each set once by the seed, as the paper does; a set that tests its order never is.
-        limit: Only the first so many images of each order.
-        data_root: Where data sets are looked for.
-        title: What it is, for readers.
-        on_bad_image: What to do about a picture that cannot be read: "fail" before the run starts, or "skip" it.
+        seeds: Seeds of the augmentations and, if shuffled, of the order; everything is run once per seed.
+        shuffle: Whether to shuffle each set, as the paper does; sets with a fixed order are never shuffled.
+        limit: Maximum number of images per set.
+        data_root: Root folder of the data sets.
+        title: A title for reports.
+        on_bad_image: What to do about an unreadable image: "fail" before the run starts, or "skip" it.
     """
 
     networks: Mapping[str, str]
@@ -86,33 +86,33 @@ class Plan:
         for method in self.methods:
             if method.network not in self.networks:
                 option = _OPTIONS.get(method.network, f"--network {method.network}=FILE")
-                raise ValueError(f"The method {method.name} needs the {method.network} network: give {option}.")
+                raise ValueError(f"The method {method.name} needs the {method.network} network: pass {option}.")
 
     def units(self) -> list[Unit]:
-        """Every unit: seed by seed, method by method."""
+        """Return all units, ordered by seed, method and set."""
         return [
             Unit.of(method.name, one.name, seed) for seed in self.seeds for method in self.methods for one in self.sets
         ]
 
     def method(self, name: str) -> MethodSpec:
-        """A method by its name."""
+        """Return a method by name."""
         return next(method for method in self.methods if method.name == name)
 
     def find_set(self, name: str) -> SetSpec:
-        """A test set by its name."""
+        """Return a test set by name."""
         return next(one for one in self.sets if one.name == name)
 
     def file(self, network: str, set_name: str) -> str:
-        """The file of a network by its name, for a test set."""
+        """Return the checkpoint file of a network for a test set."""
         return fill(self.networks[network], set_name)
 
     def to_json(self) -> str:
-        """The plan as text, for `from_json`."""
+        """Serialize the plan for `from_json`."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """The plan that `to_json` wrote."""
+        """Return the plan that `to_json` serialized."""
         held = json.loads(text)
         held["sets"] = tuple(SetSpec(**one) for one in held["sets"])
         held["methods"] = tuple(MethodSpec(**method) for method in held["methods"])
@@ -120,10 +120,10 @@ class Plan:
 
 
 def fill(pattern: str, set_name: str) -> str:
-    """The file that a pattern stands for on a test set.
+    """Fill in the placeholders of a file name for a test set.
 
-    `{set}` is the set's name (its slashes lead into folders), `{corruption}` and `{level}` are read from it; a set
-    without a corruption has "original" there, one without a level "0".
+    `{set}` is the set's name, whose slashes separate folders; `{corruption}` is "original" for a set without one,
+    `{level}` is "0".
     """
     corruption, level = read_shift(set_name)
     words = {"{set}": set_name, "{corruption}": corruption or "original", "{level}": str(level or 0)}
@@ -150,35 +150,35 @@ def make_plan(
     on_bad_image: datasets.OnBad = "fail",
     **overrides: Sequence[str] | None,
 ) -> Plan:
-    """A plan from arguments, and from a study where they are None.
+    """Make a plan from arguments; those that are None are taken from the study.
 
     Args:
         study: A TOML file, or the name of a bundled study.
         checkpoint: The jointly trained network.
-        baseline: The network trained on classes only.
-        networks: Further networks by name, which methods of the study ask for; without a study each is a method of its
-            own name, which predicts with the network as it is. A file may hold `{set}`, `{corruption}` and `{level}`.
-        data: Sets: names, patterns such as `cifar10-c/*/5`, or folders of pictures.
-        methods: Names: of `plain`, `fixed`, `episodic`, `online`, `best`, or those of the study; in a text separated by
-            commas. `best` is run only if it is named.
-        levels: Levels of corrupted sets, such as "1-5" or "1,3,5".
-        corruptions: Names separated by commas, or "all".
-        original: Whether the set without corruption comes along where a corrupted set is named as a whole.
+        baseline: The network trained on class labels only.
+        networks: Other networks by name, as methods of the study refer to them; without a study each becomes a fixed
+            method of that name. A file name may contain `{set}`, `{corruption}` and `{level}`.
+        data: Test sets: names, patterns such as `cifar10-c/*/5`, or image folders.
+        methods: Names, as a list or separated by commas: `plain`, `fixed`, `episodic`, `online`, `best`, or those of
+            the study. `best` only runs when named.
+        levels: Corruption levels, e.g. "1-5" or "1,3,5".
+        corruptions: Names, as a list or separated by commas, or "all".
+        original: Whether naming a whole corrupted set, e.g. `cifar10-c`, includes the uncorrupted set.
         seeds: Seeds.
-        shuffle: Whether to shuffle each set once by the seed.
-        limit: Only the first so many images of each set.
-        data_root: Where data sets are looked for.
-        on_bad_image: What to do about a picture that cannot be read: "fail" or "skip".
-        **overrides: For `steps`, `lr`, `copies`, `threshold` and `precision`: texts such as "0.01" (every method that
-            learns) or "online=0.01" (one of them).
+        shuffle: Whether to shuffle each set.
+        limit: Maximum number of images per set.
+        data_root: Root folder of the data sets.
+        on_bad_image: What to do about an unreadable image: "fail" or "skip".
+        **overrides: For `steps`, `lr`, `copies`, `threshold` and `precision`, strings such as "0.01" (every method that
+            learns) or "online=0.01" (one method).
 
     Raises:
-        ValueError: Something does not exist, does not fit or is out of range.
+        ValueError: A name is unknown, or a value is invalid or out of range.
     """
     found = read_study(study) if study is not None else {}
     wanted = [data] if isinstance(data, str) else data or found.get("data")
     if not wanted:
-        raise ValueError("Which test sets? Give --data, such as --data cifar10-c, or a study with --matrix.")
+        raise ValueError("No test sets: pass --data, e.g. --data cifar10-c, or a study with --matrix.")
     files = _name_files(checkpoint, baseline, networks or {})
     chosen = override(_choose_methods(found.get("methods"), files, list(networks or ()), methods), overrides)
     used = {method.network for method in chosen}
@@ -212,12 +212,12 @@ def _choose_methods(
     networks: Sequence[str],
     methods: str | Sequence[str] | None,
 ) -> list[MethodSpec]:
-    """The methods to run: those named, else all of the study, else the usual ones that have a network.
+    """Return the methods to run: those named, else all of the study, else the usual ones whose network is given.
 
     Args:
-        study: The methods of the study, if there is one that has some.
+        study: The methods of the study, if any.
         files: The files of all networks by name.
-        networks: Those of the networks that some method must use.
+        networks: Networks that at least one method must use.
         methods: Names.
     """
     if study is not None:
@@ -225,28 +225,28 @@ def _choose_methods(
         usual = list(known)
     else:
         for name in USUAL.keys() & files.keys():
-            raise ValueError(f"A network cannot be called {name!r}: that is a method of another network.")
+            raise ValueError(f"A network cannot be called {name!r}: that is the name of a method.")
         known = USUAL | {name: MethodSpec(name, "fixed", name) for name in files if name not in _OPTIONS}
         usual = [name for name, method in known.items() if method.network in files and name != BEST] or ["fixed"]
     for name in networks:
         if all(method.network != name for method in known.values()):
-            raise ValueError(f"No method uses the network {name!r}; there are {', '.join(known)}.")
+            raise ValueError(f"No method uses the network {name!r}; available methods: {', '.join(known)}.")
     names = list(dict.fromkeys(split_words(methods))) if methods is not None else usual
     for name in names:
         if name not in known:
-            raise ValueError(f"No method is called {name!r}; there are {', '.join(known)}.")
+            raise ValueError(f"No method is called {name!r}; available: {', '.join(known)}.")
     return [known[name] for name in names]
 
 
 def _name_files(
     checkpoint: str | Path | None, baseline: str | Path | None, networks: Mapping[str, str | Path]
 ) -> dict[str, str]:
-    """The files of all networks by name."""
+    """Return the files of all networks by name."""
     files = {name: str(file) for name, file in ((JOINT, checkpoint), (BASELINE, baseline)) if file is not None}
     for name, file in networks.items():
         check_name("The name of a network", name)
         if not str(file):
-            raise ValueError(f"--network {name}: which file?")
+            raise ValueError(f"--network {name}: the file is missing.")
         if files.setdefault(name, str(file)) != str(file):
             raise ValueError(f"The network {name!r} was given twice: {files[name]} and {file}.")
     return files
@@ -258,16 +258,16 @@ def find_sets(
     corruptions: str | Sequence[str] | None = None,
     original: bool = True,
 ) -> tuple[SetSpec, ...]:
-    """The sets that some patterns stand for, each once.
+    """Return the sets that match some patterns, without duplicates.
 
     Args:
-        patterns: Names, patterns, or folders of pictures.
-        levels: Which levels of corrupted sets; None is all.
-        corruptions: Which corruptions; None or "all" is all.
-        original: Whether the set without corruption comes first where a corrupted set is named as a whole.
+        patterns: Names, patterns, or image folders.
+        levels: Levels of corrupted sets; None for all.
+        corruptions: Corruptions; None or "all" for all.
+        original: Whether a whole corrupted set, e.g. `cifar10-c`, is preceded by the uncorrupted set.
 
     Raises:
-        ValueError: A pattern fits nothing, or a level or corruption does not exist.
+        ValueError: A pattern matches nothing, or a level or corruption does not exist.
     """
     wanted = parse_levels(levels) if levels is not None else None
     named = None if corruptions is None else parse_corruptions(corruptions)
@@ -277,13 +277,13 @@ def find_sets(
             raise ValueError("The name of a test set must not be empty.")
         family = pattern.split("/", 1)[0]
         if _is_folder(pattern):
-            place = Path(pattern).expanduser().resolve()
-            folder = SetSpec(f"folder/{place.name}", str(place))
+            path = Path(pattern).expanduser().resolve()
+            folder = SetSpec(f"folder/{path.name}", str(path))
             if found.setdefault(folder.name, folder) != folder:
-                raise ValueError(f"Two folders are called {place.name!r}; give each a run of its own.")
+                raise ValueError(f"Two folders are called {path.name!r}; evaluate them in separate runs.")
             continue
         if pattern == "folder":
-            raise ValueError("Name the folder of pictures itself, such as --data photos/.")
+            raise ValueError("Pass the image folder itself, e.g. --data photos/.")
         whole = family.endswith("-c") and pattern == family
         if whole and original:
             base = family.removesuffix("-c")
@@ -296,12 +296,12 @@ def find_sets(
                 continue
             found[name] = SetSpec(name)
     if not found:
-        raise ValueError("No test set has one of these levels and corruptions.")
+        raise ValueError("No test set matches these levels and corruptions.")
     return tuple(found.values())
 
 
 def _is_folder(pattern: str) -> bool:
     try:
         return is_folder(pattern)
-    except (OSError, RuntimeError):  # too long for a file's name, or in the home of nobody
+    except (OSError, RuntimeError):  # too long for a file name, or ~ of an unknown user
         return False

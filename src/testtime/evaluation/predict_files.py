@@ -1,4 +1,4 @@
-"""Pictures in, answers out: picture files for a network, what an adapter says of them, what a checkpoint holds."""
+"""Predictions for image files, and summaries of checkpoints."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _LUMA = (0.299, 0.587, 0.114)
 
 @dataclass(frozen=True)
 class Answer:
-    """What an adapter says of one picture.
+    """An adapter's prediction for one image.
 
     Attributes:
         image: The file.
         before: The predicted class before adaptation.
-        before_probability: Its probability then.
+        before_probability: Its probability before adaptation.
         after: The predicted class after adaptation.
-        after_probability: Its probability then.
-        change: How much the probability of the class `after` has changed by adaptation.
-        confidence: The self-supervised task's confidence in the plain picture before adaptation.
-        task_loss_before: The task's loss on the picture before adaptation.
-        task_loss_after: The same after adaptation.
-        adapted: Whether the network learned from the picture.
-        rolled_back: Whether what it learned was undone.
+        after_probability: Its probability after adaptation.
+        change: Change of the probability of the class `after`.
+        confidence: The self-supervised task's confidence on the plain image before adaptation.
+        task_loss_before: The task's loss on the image before adaptation.
+        task_loss_after: The task's loss after adaptation.
+        adapted: Whether the network learned from the image.
+        rolled_back: Whether the update was rolled back.
     """
 
     image: str
@@ -55,23 +55,23 @@ class Answer:
 
 
 def default_network() -> str:
-    """The bundled network to use when none is named: the joint CIFAR-10 one if it is there, else the first.
+    """Return the default bundled network: the joint CIFAR-10 one if available, else the first.
 
     Raises:
         CheckpointError: None is bundled.
     """
     names = checkpoint.bundled()
     if not names:
-        remedy = "train one (testtime train --data digits --out RUN) and name its file (RUN/network.safetensors)"
+        remedy = "train one (testtime train --data digits --out RUN) and pass its file (RUN/network.safetensors)"
         raise CheckpointError(checkpoint.WEIGHTS, "no trained network is bundled with this version", remedy)
     return "cifar10-resnet26-gn-joint" if "cifar10-resnet26-gn-joint" in names else names[0]
 
 
 def find_pictures(paths: Sequence[str | Path]) -> list[Path]:
-    """The files named, and the pictures directly in the folders named, sorted by name within each.
+    """Return the given files, and the images directly inside the given folders, sorted by name in each.
 
     Raises:
-        DataError: A path leads nowhere, or a folder holds no pictures.
+        DataError: A path does not exist, or a folder contains no images.
     """
     found: list[Path] = []
     for path in map(Path, paths):
@@ -81,7 +81,7 @@ def find_pictures(paths: Sequence[str | Path]) -> list[Path]:
             except OSError as error:
                 raise DataError(path, f"cannot be read ({error_text(error)})") from None
             if not inside:
-                raise DataError(path, "a folder without pictures")
+                raise DataError(path, "contains no images")
             found += inside
         elif path.exists():
             found.append(path)
@@ -91,7 +91,7 @@ def find_pictures(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def fit_for(card: Card, picture: str | Path) -> Tensor:
-    """A picture file as a network wants it: its central square, scaled to the network's size; gray if it sees gray.
+    """Load an image file for a network: centre-cropped, resized to its input size, grey if it takes one channel.
 
     Args:
         card: The network's card.
@@ -101,11 +101,11 @@ def fit_for(card: Card, picture: str | Path) -> Tensor:
         uint8 `(C, size, size)`.
 
     Raises:
-        ValueError: The card does not say which size the network takes.
-        DataError: The file is no picture, damaged or too large.
+        ValueError: The card has no image size.
+        DataError: The file is not an image, damaged or too large.
     """
     if card.size is None:
-        raise ValueError("The network's card does not say which size of image it takes; net.describe(size=…) does.")
+        raise ValueError("The network's card has no image size; set it with net.describe(size=…).")
     image = fit_picture(picture, card.size, resize=card.size)
     if card.architecture.get("channels", 3) == 1:
         luma = (image * torch.tensor(_LUMA, dtype=torch.float32, device="cpu").view(3, 1, 1)).sum(0, keepdim=True)
@@ -120,20 +120,20 @@ def predict(
     together: int = 1,
     skip: Callable[[DataError], None] | None = None,
 ) -> Iterator[Answer]:
-    """Read pictures, adapt to each, answer.
+    """Load image files, adapt to each and predict.
 
     Args:
-        adapter: What predicts.
+        adapter: The adapter.
         card: The card of its network.
-        pictures: Files, in the order in which they are shown to the adapter.
-        together: How many are given to the adapter in one call.
-        skip: Called with the error of a picture that cannot be read, which is then left out; None raises the first.
+        pictures: Image files, in order.
+        together: Images per call of the adapter.
+        skip: Called with the error of each unreadable image, which is skipped; None raises it.
 
     Yields:
-        One answer a picture, in order.
+        One answer per image, in order.
 
     Raises:
-        DataError: A picture cannot be read, where `skip` is not given.
+        DataError: An image cannot be read and `skip` is None.
     """
     for start in range(0, len(pictures), together):
         read = [(file, _try_to_fit(card, file, skip)) for file in pictures[start : start + together]]
@@ -171,7 +171,7 @@ def _try_to_fit(card: Card, picture: Path, skip: Callable[[DataError], None] | N
 
 
 def format_answer(answer: Answer) -> str:
-    """An answer in one line."""
+    """Format an answer as one line."""
     notes = "" if answer.adapted else "  (rolled back)" if answer.rolled_back else "  (not adapted)"
     image, before, after = map(printable, (answer.image, answer.before, answer.after))
     return (
@@ -181,15 +181,15 @@ def format_answer(answer: Answer) -> str:
 
 
 def summarise(source: str | Path) -> dict[str, Any]:
-    """What a checkpoint holds, as plain text and numbers; for networks of any making.
+    """Summarise a checkpoint as JSON-serializable data, also that of a custom model.
 
     Args:
-        source: A file that `YNet.save` wrote, or the name of a network that is bundled.
+        source: A file written by `YNet.save`, or the name of a bundled network.
 
     Raises:
-        CheckpointError: The file is missing, truncated or foreign.
+        CheckpointError: The file is missing, truncated or not a checkpoint.
     """
-    # Not `load`: that needs the model, which for a network made of the user's own only the user has.
+    # Not `load`, which cannot build a custom model.
     path = checkpoint.find_checkpoint(source)
     card, tensors = checkpoint.read_checkpoint(path)
     counts = {
@@ -230,20 +230,20 @@ def summarise(source: str | Path) -> dict[str, Any]:
 
 
 def _table(value: Any) -> dict[str, Any]:
-    """A part of a training record, which is anybody's; empty where it is not a table."""
+    """Return a part of a training record; empty if it is not a table."""
     return value if isinstance(value, dict) else {}
 
 
 def prepare_adapter(net: YNet, online: bool = False, parallel: int = 1, **settings: Any) -> Adapter:
-    """An `Episodic` or `Online` adapter; settings that are None keep their defaults."""
+    """Return an `Episodic` or `Online` adapter; settings that are None are left at their defaults."""
     given = {name: value for name, value in settings.items() if value is not None}
     return Online(net, **given) if online else Episodic(net, parallel=parallel, **given)
 
 
 def format_summary(summary: dict[str, Any]) -> str:
-    """What `summarise` gives in lines of words."""
+    """Format the result of `summarise` as lines."""
     architecture = dict(summary["architecture"])
-    name = architecture.pop("name", "custom (only its owner can build it)")
+    name = architecture.pop("name", "custom (its builder is not part of testtime)")
     arguments = ", ".join(f"{key} {value}" for key, value in architecture.items())
     augment = dict(summary["augment"])
     counts = summary["parameters"]

@@ -1,9 +1,8 @@
-"""Units over the workers of Ray: on this machine, or on a cluster.
+"""Running units on Ray workers, on this machine or on a cluster.
 
-The driver cuts what is missing into jobs (a whole online unit, since its images depend on each other; a range of
-samples of any other), hands them out, puts the pieces together and writes the units; workers open networks and sets
-themselves, by name, so every machine needs them at the same place. A job whose worker dies is done again by another
-one; no other job is lost with it. The records are those of a run in one process.
+The driver splits the missing units into jobs (a whole online unit, since its images depend on each other; a range of
+samples of any other), joins the results and writes the units. Workers open networks and sets by path, so every machine
+needs them at the same path. A job whose worker dies is retried. The records equal those of a run in one process.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ from testtime.evaluation.worker import Facts, Worker, choose_batch
 from testtime.provenance import describe_machine
 
 SHARD = 512
-"""Samples in a shard of a unit whose images do not depend on each other."""
+"""Samples per shard of a unit whose images are independent."""
 
 RETRIES = 3
-_WINDOW = 1000  # jobs handed to Ray at once: enough for any cluster, few enough to look through
-_STORE = 256 * 2**20  # records are small: a fraction of the memory that Ray would take
+_WINDOW = 1000  # jobs submitted at once; `ray.wait` scans all of them
+_STORE = 256 * 2**20  # bytes; records are small
 
 Done = tuple[list[Columns], float, str, dict[str, Any]]
-"""What comes of a job: the columns of its units, the seconds it took, the hardware, and remarks on the first unit."""
+"""The result of a job: the columns of its units, seconds, the hardware, and remarks on the first unit."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A piece of work for one worker: a part of one unit, or several online units together.
+    """The work of one task: a part of one unit, or several online units together.
 
     Attributes:
         units: The units as (method, set, seed).
-        start: First place of their order.
-        stop: The place after the last one.
+        start: First position in their order.
+        stop: Position after the last one.
     """
 
     units: tuple[tuple[str, str, int], ...]
@@ -63,27 +62,27 @@ def run_on_ray(
     write: Callable[..., None],
     fingerprints: Mapping[str, str],
 ) -> None:
-    """Run units over Ray's workers.
+    """Run units on Ray workers.
 
     Args:
         plan: The plan.
-        units: What to run of it.
-        facts: Of every set.
-        device: What a worker computes on; `cuda` takes one GPU each.
-        address: "local" starts workers on this machine; else where the cluster is, "auto" for the one around here.
-        meter: Reports how far it is.
-        write: Called with every finished unit, its columns, seconds and hardware.
-        fingerprints: Of the networks by file, for the workers to compare with what they find.
+        units: The units to run.
+        facts: Facts about each set.
+        device: Device of the workers; with `cuda` each takes one GPU.
+        address: "local" starts workers on this machine; otherwise the address of a cluster, "auto" to detect it.
+        meter: Reports progress.
+        write: Called with each finished unit, its columns, seconds and hardware.
+        fingerprints: Fingerprints of the networks by file, which the workers check.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
-        RuntimeError: A job's workers died again and again.
+        RuntimeError: The workers of a job died repeatedly.
     """
     ray = start_ray(address)
     try:
         gpus = 0 if device.type == "cpu" else int(ray.cluster_resources().get("GPU", 0))
         if device.type != "cpu" and gpus == 0:
-            raise ValueError("Ray has no GPU to give; choose --device cpu.")
+            raise ValueError("Ray has no GPU available; use --device cpu.")
         work = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=RETRIES)(do_job)
         text, kind = plan.to_json(), device.type
         shared = ray.put((text, kind, dict(fingerprints), {name: one.fingerprint for name, one in facts.items()}))
@@ -106,23 +105,23 @@ def run_on_ray(
                 left[key] -= 1
                 meter.done += plan.method(unit.method).cost * len(columns["sample"])
                 if left[key] == 0:
-                    own = [part for _, part in sorted(parts.pop(unit).items(), key=lambda item: item[0])]
-                    total = sum(cost for _, cost in own)
-                    joined = join_columns([columns for columns, _ in own])
-                    write(unit, joined, total, hardware, shards=len(own), **remarks)
-            meter.show(f"unit {meter.place}/{len(meter.units)}, {len(coming) + len(waiting)} jobs to go")
+                    pieces = [part for _, part in sorted(parts.pop(unit).items(), key=lambda item: item[0])]
+                    total = sum(cost for _, cost in pieces)
+                    joined = join_columns([columns for columns, _ in pieces])
+                    write(unit, joined, total, hardware, shards=len(pieces), **remarks)
+            meter.show(f"unit {meter.place}/{len(meter.units)}, {len(coming) + len(waiting)} jobs left")
     finally:
         ray.shutdown()
 
 
 def start_ray(address: str) -> Any:
-    """Ray, started or found.
+    """Start Ray or connect to it, and return the module.
 
     Raises:
-        ModuleNotFoundError: It is not installed.
-        ConnectionError: There is no cluster at that address.
+        ModuleNotFoundError: Ray is not installed.
+        ConnectionError: No cluster answers at the address.
     """
-    # Both are read when ray is imported: no statistics leave the machine, and no tip about a future default is printed.
+    # Read when ray is imported: no usage statistics, no warning about a future default.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
@@ -130,21 +129,21 @@ def start_ray(address: str) -> Any:
     except ModuleNotFoundError:
         raise ModuleNotFoundError("Distributed runs need ray: pip install 'testtime[ray]'", name="ray") from None
     if address == "local":
-        # The address "local" starts workers even where RAY_ADDRESS names a cluster.
+        # "local" starts workers even if RAY_ADDRESS is set.
         ray.init(
             "local", include_dashboard=False, object_store_memory=_STORE, log_to_driver=False, logging_level="error"
         )
     else:
-        _knock(address)
+        _check_address(address)
         ray.init(address, log_to_driver=False, logging_level="error")
     return ray
 
 
-def _knock(address: str) -> None:
-    """Find out at once whether anything answers at `HOST:PORT`; Ray itself tries for minutes."""
+def _check_address(address: str) -> None:
+    """Check that something answers at `HOST:PORT`; Ray itself retries for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
-        return  # "auto", which Ray finds or refuses quickly
+        return  # "auto", which fails fast
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except (OSError, OverflowError) as error:
@@ -154,7 +153,7 @@ def _knock(address: str) -> None:
 def cut(
     plan: Plan, units: Sequence[Unit], facts: Mapping[str, Facts], device: torch.device, workers: int
 ) -> Iterator[Job]:
-    """Cut units into jobs; every worker gets its share of the streams."""
+    """Split units into jobs, the streams evenly over the workers."""
     for group in make_groups(plan, units, facts, device, jobs=workers):
         count = facts[group[0].set_name].count
         if plan.method(group[0].method).mode == "online":
@@ -167,7 +166,7 @@ def cut(
 
 
 def do_job(shared: tuple[str, str, dict[str, str], dict[str, str]], job: Job) -> Done:
-    """What a worker does."""
+    """Run a job on a worker."""
     text, kind, networks, sets = shared
     worker = _make_worker(text, kind)
     units = [Unit.of(*key) for key in job.units]
@@ -176,9 +175,9 @@ def do_job(shared: tuple[str, str, dict[str, str], dict[str, str]], job: Job) ->
         file = worker.plan.file(name, unit.set_name)
         worker.net(name, unit.set_name)
         if worker.fingerprints[file] != networks[file]:
-            raise ValueError(f"{file} is another network on this machine than where the run began.")
+            raise ValueError(f"{file} differs between this machine and the driver.")
         if worker.facts(unit.set_name).fingerprint != sets[unit.set_name]:
-            raise ValueError(f"{unit.set_name} is another set on this machine than where the run began.")
+            raise ValueError(f"{unit.set_name} differs between this machine and the driver.")
     begin = time.perf_counter()
     if len(units) > 1:
         found = worker.run_streams(units)
@@ -190,7 +189,7 @@ def do_job(shared: tuple[str, str, dict[str, str], dict[str, str]], job: Job) ->
 
 @functools.lru_cache(maxsize=1)
 def _make_worker(text: str, kind: str) -> Worker:
-    """A worker's networks and sets stay open from job to job."""
+    """Return the worker of this process; its networks and sets stay open across jobs."""
     return Worker(Plan.from_json(text), kind)
 
 
@@ -198,7 +197,7 @@ def _get(ray: Any, reference: Any, job: Job) -> Done:
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
-        raise error.cause from None  # what went wrong, without Ray's account of where
+        raise error.cause from None  # without Ray's traceback
     except ray.exceptions.RayError as error:
         title = ", ".join(" ".join(map(str, key)) for key in job.units)
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)

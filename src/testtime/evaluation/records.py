@@ -1,14 +1,14 @@
-"""Evaluation: walk through a test set, predict, score, and hand out one record for each image.
+"""Evaluation of an adapter on a test set: one record per image.
 
-`evaluate` is a generator, so a stream can be watched, plotted or stopped while it runs; what is made of the records is
-left to small functions that know nothing of networks:
+`evaluate` is a generator, so a stream can be monitored, plotted or stopped while it runs. Metrics are functions of the
+records:
 
     records = list(evaluate(Online(net), test_set, shuffle=True))
-    error(records)                      # share of wrong predictions
-    running_error(records, window=100)  # the same along the stream (paper, figure 2)
-    flips(records, baseline)            # which images became right, which wrong
+    error(records)                      # fraction of wrong predictions
+    running_error(records, window=100)  # along the stream (paper, figure 2)
+    flips(records, baseline)            # images that became right, and wrong
 
-Labels are read here and only here: an adapter gets images and their numbers, nothing else.
+Labels are only read here: an adapter sees the images and their sample indices.
 """
 
 from __future__ import annotations
@@ -42,26 +42,25 @@ COLUMNS: dict[str, str] = {
     "adapted": "uint8",
     "rolled_back": "uint8",
 }
-"""The fields of `Record` as columns, and their types. A label of -1 means that there is none; the two verdicts are then
-0."""
+"""The fields of `Record` as columns, with their dtypes. Without a label, `label` is -1 and both verdicts are 0."""
 
 
 class Record(NamedTuple):
-    """What happened to one image.
+    """The result for one image.
 
     Attributes:
-        sample: Its number in the test set.
+        sample: Its index in the test set.
         label: Its class, or None in a set without labels.
         prediction: The class predicted after adaptation.
-        prediction_before: The class predicted by the same network just before it learned from this image. Along an
-            online stream that network has already learned from the images before.
+        prediction_before: The class predicted just before learning from this image. Online, the network has already
+            learned from the previous images.
         is_right: Whether `prediction` is right; None in a set without labels.
         was_right: Whether `prediction_before` is right; None in a set without labels.
         loss_before: The self-supervised task's loss on the image before adaptation.
-        loss_after: The same after it.
-        confidence: The task's confidence in the plain image before adaptation, in [0, 1].
+        loss_after: The task's loss after adaptation.
+        confidence: The task's confidence on the plain image before adaptation, in [0, 1].
         adapted: Whether the prediction comes from a network that learned from the image.
-        rolled_back: Whether the guard undid what was learned.
+        rolled_back: Whether the guard rolled the update back.
     """
 
     sample: int
@@ -78,7 +77,7 @@ class Record(NamedTuple):
 
 
 class Flips(NamedTuple):
-    """The images on which two predictions differ in being right, by sample number.
+    """Samples on which exactly one of two predictions is right, by sample index.
 
     Attributes:
         to_right: Wrong before, right after.
@@ -99,41 +98,39 @@ def evaluate(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Record]:
-    """Predict the images of a test set and score the predictions, one record each, in the order of the stream.
+    """Predict and score the images of a test set, in the order of the stream.
 
-    The adapter is used as it is and keeps what it learns: call `adapter.reset()` before a new stream. With the
-    defaults this is the loop
+    The adapter is not reset: call `adapter.reset()` before a new stream. With default arguments this is equivalent to
 
         for numbers, images, labels in test_set.chunks(32):
             answers = adapter.predict(images, samples=numbers)
             predictions = test_set.scores(answers.logits).argmax(1)
             right = test_set.is_correct(predictions, numbers)
 
-    read out image by image.
+    converted to one record per image.
 
     Args:
         adapter: `Fixed`, `Episodic` or `Online`.
         test_set: The images, with or without labels.
-        batch: Images in one call of the adapter. It decides nothing unless they share their update
-            (`share="batch"`).
-        shuffle: Whether to visit the images in a random order, as the paper does online.
-        seed: Seed of that order.
-        limit: Only the first so many images of the order.
-        progress: Called with how many images are done, of how many, and the error so far.
+        batch: Images per call of the adapter. It only affects the results if they share an update (`share="batch"`).
+        shuffle: Whether to shuffle the images, as the paper does online.
+        seed: Seed of the shuffled order.
+        limit: Maximum number of images.
+        progress: Called with the images done, their total, and the error so far.
 
     Yields:
-        A `Record` for each image.
+        A `Record` per image.
 
     Raises:
-        ValueError: An argument is out of range, or a set whose order is what it tests was to be shuffled. Raised when
-            `evaluate` is called, before anything is predicted.
+        ValueError: An argument is out of range, or `shuffle` is set for a test set with a fixed order. Raised when
+            `evaluate` is called, not on the first iteration.
     """
     if batch < 1:
         raise ValueError(f"`batch` must be at least 1, got {batch}.")
     if limit is not None and limit < 0:
         raise ValueError(f"`limit` must be at least 0, got {limit}.")
     if shuffle and test_set.ordered:
-        raise ValueError(f"{test_set.name} tests the order of its images: it cannot be shuffled.")
+        raise ValueError(f"{test_set.name} has a fixed order and cannot be shuffled.")
     order = stream_order(len(test_set), seed) if shuffle else torch.arange(len(test_set), device="cpu")
     return _walk(adapter, test_set, order[:limit], batch, progress)
 
@@ -153,19 +150,19 @@ def walk(adapter: Adapter, test_set: TestSet, chunks: Iterable[Chunk]) -> Iterat
     """Predict and score the images of a test set, chunk by chunk.
 
     Args:
-        adapter: What predicts.
-        test_set: The set.
-        chunks: Numbers, images and labels, as `test_set.chunks` gives them.
+        adapter: The adapter.
+        test_set: The test set.
+        chunks: Sample indices, images and labels, as from `test_set.chunks`.
 
     Yields:
-        For each chunk its records as columns, see `COLUMNS`.
+        The records of each chunk as columns, see `COLUMNS`.
     """
     for numbers, images, _ in chunks:
         yield score(test_set, numbers, adapter.predict(images, samples=numbers))
 
 
 def score(test_set: TestSet, numbers: Tensor, answers: Prediction) -> Columns:
-    """An adapter's answers to the images of a set with the given numbers, scored: records as columns."""
+    """Score an adapter's predictions for the samples with the given indices; returns records as columns."""
     after = test_set.scores(answers.logits).argmax(1).cpu()
     before = test_set.scores(answers.logits_before).argmax(1).cpu()
     label, is_right, was_right = torch.full_like(numbers, -1), torch.zeros_like(numbers), torch.zeros_like(numbers)
@@ -178,7 +175,7 @@ def score(test_set: TestSet, numbers: Tensor, answers: Prediction) -> Columns:
 
 
 def read_records(columns: Columns) -> Iterator[Record]:
-    """Columns as records."""
+    """Convert columns to records."""
     for row in zip(*(columns[name].tolist() for name in COLUMNS), strict=True):
         record, known = Record._make(row), row[1] >= 0
         yield record._replace(
@@ -191,33 +188,33 @@ def read_records(columns: Columns) -> Iterator[Record]:
 
 
 def count_wrong(columns: Columns) -> int:
-    """How many predictions are wrong, of those that have a label."""
+    """Count the wrong predictions among the labelled samples."""
     return int(((columns["label"] >= 0) & (columns["is_right"] == 0)).sum())
 
 
 def stream_order(count: int, seed: int) -> Tensor:
-    """The shuffled order of `count` samples under a seed, int64 `(count,)`."""
+    """Return the shuffled order of `count` samples for a seed, int64 `(count,)`."""
     return Draws.of(seed, torch.arange(count, device="cpu")).purpose("order").keys.argsort(stable=True)
 
 
 def error(records: Iterable[Record]) -> float:
-    """The share of wrong predictions, in [0, 1].
+    """Return the fraction of wrong predictions, in [0, 1].
 
     Raises:
         ValueError: There are no records, or some have no label.
     """
     wrong = [not right for right in _rights(records)]
     if not wrong:
-        raise ValueError("There are no records to take an error of.")
+        raise ValueError("There are no records.")
     return sum(wrong) / len(wrong)
 
 
 def running_error(records: Iterable[Record], window: int | None = None) -> list[float]:
-    """The error along the stream: entry n is the share of wrong predictions up to and with record n.
+    """Return the error along the stream: entry n is the fraction of wrong predictions up to and including record n.
 
     Args:
-        records: In the order of the stream.
-        window: Only the last so many records count (fewer at the beginning); None counts all so far.
+        records: Records in the order of the stream.
+        window: Number of most recent records to average over; None for all so far.
 
     Raises:
         ValueError: `window` is below 1, or records have no label.
@@ -226,24 +223,24 @@ def running_error(records: Iterable[Record], window: int | None = None) -> list[
         raise ValueError(f"`window` must be at least 1, got {window}.")
     wrong = [not right for right in _rights(records)]
     shares, total = [], 0
-    for place, one in enumerate(wrong):
+    for index, one in enumerate(wrong):
         total += one
-        if window is not None and place >= window:
-            total -= wrong[place - window]
-        shares.append(total / min(place + 1, window or place + 1))
+        if window is not None and index >= window:
+            total -= wrong[index - window]
+        shares.append(total / min(index + 1, window or index + 1))
     return shares
 
 
 def flips(records: Sequence[Record], baseline: Sequence[Record] | None = None) -> Flips:
-    """Which images became right and which became wrong.
+    """Return which images became right and which became wrong.
 
     Args:
         records: The predictions after.
-        baseline: The predictions before, of the same samples in any order, such as those of `Fixed`. None compares
-            each record with its own `prediction_before`.
+        baseline: The predictions before, e.g. those of `Fixed`, of the same samples in any order. None compares each
+            record with its own `prediction_before`.
 
     Raises:
-        ValueError: The samples are not the same, or records have no label.
+        ValueError: The samples differ, or records have no label.
     """
     after = _rights(records)
     if baseline is None:
@@ -252,7 +249,7 @@ def flips(records: Sequence[Record], baseline: Sequence[Record] | None = None) -
         known = dict(zip((record.sample for record in baseline), _rights(baseline), strict=True))
         samples = [record.sample for record in records]
         if len(known) != len(baseline) or sorted(samples) != sorted(known):
-            raise ValueError("`records` and `baseline` must be of the same samples, each once.")
+            raise ValueError("`records` and `baseline` must contain the same samples, each once.")
         before = [known[sample] for sample in samples]
     pairs = list(zip(records, before, after, strict=True))
     return Flips(
@@ -265,6 +262,6 @@ def _rights(records: Iterable[Record]) -> list[bool]:
     rights = []
     for record in records:
         if record.is_right is None:
-            raise ValueError(f"Sample {record.sample} has no label, so its prediction is neither right nor wrong.")
+            raise ValueError(f"Sample {record.sample} has no label.")
         rights.append(record.is_right)
     return rights

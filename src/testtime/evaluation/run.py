@@ -1,9 +1,8 @@
-"""Running a plan: run the units that are missing, and write each as soon as it is finished.
+"""Running a plan: runs the missing units and writes each as soon as it is finished.
 
-`run_plan` owns the folder and chooses how the units are run; the work itself is in worker.py. The online units of a
-method that start from the same network advance together as `Streams`, as many as the memory holds or as asked
-(`together`); on a CPU several threads can share the units (`jobs`). The records are those of units run one by one, but
-for rounding where streams advance together.
+`run_plan` locks the folder and schedules the units; the work itself is in worker.py. Online units of one method and
+network run in parallel as `Streams`, as many as fit in memory or at most `together`; on a CPU, units can be distributed
+over several threads (`jobs`). The records equal those of sequential runs, up to rounding for parallel streams.
 """
 
 from __future__ import annotations
@@ -45,38 +44,37 @@ def run_plan(
     sets: Mapping[str, TestSet] | None = None,
     progress: Progress | None = None,
 ) -> Run:
-    """Run every unit of a plan that its folder does not hold yet.
+    """Run the units of a plan that its folder does not contain yet.
 
     Args:
-        plan: What to run.
+        plan: The plan.
         out: The run's folder.
         device: Where to compute.
-        command: The command line, for the record.
-        together: How many online units advance together, at most; None takes as many as fit into the memory, and
-            gives each of the `jobs` its part.
-        jobs: How many units, or groups of streams, run concurrently on a CPU, each on a thread of its own.
-        ray: "local" starts workers of Ray on this machine, an address finds those of a cluster; None stays in this
-            process.
-        sets: Test sets of the plan that have no name to be opened by; not over Ray, whose workers do not have them.
-        progress: Called with how far the run is.
+        command: The command line to record.
+        together: Maximum number of online units to run as parallel streams; None for as many as fit in memory, divided
+            evenly among the `jobs`.
+        jobs: Number of units, or groups of streams, to run concurrently on a CPU, each in a thread.
+        ray: "local" starts Ray workers on this machine, an address connects to a cluster; None runs in this process.
+        sets: Test sets of the plan that cannot be opened by name; not supported with Ray.
+        progress: Called with the views done, their total, and the state of the current unit.
 
     Returns:
         The finished run.
 
     Raises:
-        ValueError: The folder holds a run of another configuration, or sets and networks do not fit.
-        CheckpointError: A network is not there or damaged.
-        DataError: A set is not there or damaged.
-        OSError: A unit cannot be written. What was finished before stays, as it does on Ctrl-C.
+        ValueError: The folder contains a run with another configuration, or sets and networks do not match.
+        CheckpointError: A network is missing or damaged.
+        DataError: A set is missing or damaged.
+        OSError: A unit cannot be written. Finished units remain, as on Ctrl-C.
     """
     for name, value in (("together", together), ("jobs", jobs)):
         if value is not None and value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}.")
     if ray is not None and (sets or jobs > 1):
-        raise ValueError("Ray's workers open their sets by name and are as many as Ray says: no `sets`, no `jobs`.")
+        raise ValueError("`sets` and `jobs` are not supported with Ray.")
     worker = Worker(plan, device, sets)
     if jobs > 1 and worker.device.type != "cpu":
-        raise ValueError(f"`jobs` are for a CPU; on {worker.device.type} units share the device already.")
+        raise ValueError(f"`jobs` must be 1 on {worker.device.type}, got {jobs}.")
     networks = {name: worker.describe_network(name) for name in plan.networks}
     facts = {one.name: worker.facts(one.name, progress) for one in plan.sets}
     machine = describe_machine(worker.device)
@@ -88,14 +86,14 @@ def run_plan(
         prepare_folder(out, _describe(worker, facts, networks), about)
         units, images = plan.units(), {name: one.count for name, one in facts.items()}
         finished = set(open_run(out, images).units)
-        # Workers of Ray do not continue from the checkpoints of this process.
-        place = hardware if ray is None else "ray"
-        saved = StreamCheckpoints(out, device=place, testtime=versions["testtime"], torch=versions["torch"])
+        # Ray workers do not resume from the checkpoints of this process.
+        where = hardware if ray is None else "ray"
+        saved = StreamCheckpoints(out, device=where, testtime=versions["testtime"], torch=versions["torch"])
         company = {unit: key for unit in units if (key := find_company(plan, unit, facts)) is not None}
         begun = saved.groups(company, finished)
         finished -= {unit for group in begun for unit in group}
         missing = [unit for unit in units if unit not in finished]
-        log.info("%s: %d of %d units are to be run", out, len(missing), len(units))
+        log.info("%s: %d of %d units to run", out, len(missing), len(units))
         meter = Meter(plan, facts, [unit for unit in units if unit in finished], progress)
 
         def write(unit: Unit, columns: Columns, seconds: float, hardware: str = hardware, **more: Any) -> None:
@@ -125,7 +123,7 @@ def _run_here(
     saved: StreamCheckpoints,
     write: Callable[..., None],
 ) -> None:
-    """Run groups of units one after the other in this process."""
+    """Run groups of units sequentially in this process."""
     for group in groups:
         found, seconds = _run_group(worker, group, meter, saved)
         for unit, columns in zip(group, found, strict=True):
@@ -136,20 +134,20 @@ def _run_here(
 def _run_group(
     worker: Worker, group: list[Unit], meter: Meter, saved: StreamCheckpoints, stopped: threading.Event | None = None
 ) -> tuple[list[Columns], float]:
-    """Run a unit, or several together from their last checkpoint: their columns, and the seconds it took."""
+    """Run a unit, or several in parallel from their last checkpoint; returns their columns and the seconds taken."""
     begun = saved.load(group) if len(group) > 1 else None
     before = begun.seconds if begun else 0.0
     advance, start = meter.start(group, before), time.perf_counter()
 
-    def go_on(images: int, mistakes: int) -> None:
+    def advance_or_stop(images: int, mistakes: int) -> None:
         if stopped is not None and stopped.is_set():
             raise InterruptedError
         advance(images, mistakes)
 
     if len(group) == 1:
-        return [worker.run_unit(group[0], advance=go_on)], time.perf_counter() - start
+        return [worker.run_unit(group[0], advance=advance_or_stop)], time.perf_counter() - start
     try:
-        found = worker.run_streams(group, go_on, begun, functools.partial(saved.save, group))
+        found = worker.run_streams(group, advance_or_stop, begun, functools.partial(saved.save, group))
     except StaleError as error:
         saved.discard(group, error)
         return _run_group(worker, group, meter, saved, stopped)
@@ -164,11 +162,11 @@ def _run_on_threads(
     write: Callable[..., None],
     jobs: int,
 ) -> None:
-    """Run groups of units concurrently, a thread and a worker each."""
+    """Run groups of units concurrently, each thread with its own worker."""
     own, stopped = threading.local(), threading.Event()
 
     def begin() -> None:
-        # A second thread saves little on small networks, and next to other jobs its waiting costs more.
+        # On small networks intra-op threads save less than they cost the other jobs.
         torch.set_num_threads(1)
         own.worker = make_worker()
 
@@ -181,7 +179,7 @@ def _run_on_threads(
         return sum(meter.plan.method(unit.method).cost * meter.facts[unit.set_name].count for unit in group)
 
     with ThreadPoolExecutor(jobs, "job", begin) as pool:
-        # The longest first, so that no thread is left with a long one at the end.
+        # The longest first, to balance the threads.
         running = {pool.submit(work, group): group for group in sorted(groups, key=cost, reverse=True)}
         try:
             for done in as_completed(running):
@@ -190,16 +188,16 @@ def _run_on_threads(
                 for unit, columns, remark in zip(group, found, remarks, strict=True):
                     write(unit, columns, seconds / len(group), together=len(group), **remark)
                 saved.clear(group)
-        except BaseException:  # Ctrl-C as well: nothing new is begun, and what runs stops at its next batch
+        except BaseException:  # including Ctrl-C: running groups stop at their next batch
             stopped.set()
             pool.shutdown(cancel_futures=True)
             raise
 
 
 def _describe(worker: Worker, facts: Mapping[str, Facts], networks: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides a run's results; two runs that differ here do not share a folder."""
+    """Return everything that determines a run's results; runs that differ here cannot share a folder."""
     plan = worker.plan
-    first = plan.sets[0].name  # what is said of a method does not depend on the set
+    first = plan.sets[0].name  # a method's description does not depend on the set
     return {
         "networks": dict(networks),
         "methods": {method.name: method.describe(worker.net(method.network, first)) for method in plan.methods},

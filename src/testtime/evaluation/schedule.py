@@ -1,4 +1,4 @@
-"""Which units advance together, and how far a run is."""
+"""Grouping units to run in parallel, and the progress of a run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _STREAMS = 128
 
 
 class Meter:
-    """How far a run is, in views the network has seen: a learning step counts for more than a forward pass.
+    """The progress of a run, in views: a training step counts for more than a forward pass.
 
     Args:
         plan: The plan.
-        facts: Of every set.
-        finished: Units that are there already.
+        facts: Facts about each set.
+        finished: The finished units.
         progress: Called with the views done, their total, and the state of the current unit.
     """
 
@@ -45,16 +45,16 @@ class Meter:
         return self.plan.method(unit.method).cost * self.facts[unit.set_name].count
 
     def show(self, text: str) -> None:
-        """Report progress, with a text."""
+        """Report progress with a message."""
         if self.progress is not None:
             self.progress(self.done, self.total, text)
 
     def start(self, units: Sequence[Unit], seconds: float = 0) -> Advance:
-        """Begin some units that advance together; returns a function to call with the images done and those wrong.
+        """Start units that run in parallel; returns a callback for the number of images done and of those wrong.
 
         Args:
             units: The units.
-            seconds: How long they took before, for images that are reported at once.
+            seconds: Seconds spent on them before, when resuming from a checkpoint.
         """
         cost = self.plan.method(units[0].method).cost
         total = sum(self.facts[unit.set_name].count for unit in units)
@@ -84,15 +84,15 @@ def make_groups(
     together: int | None = None,
     jobs: int = 1,
 ) -> list[list[Unit]]:
-    """The units in groups that run together: online ones of a method, network, seed, and shape and number of images.
+    """Group the units to run in parallel: online units with the same method, network, seed, image shape and count.
 
     Args:
         plan: The plan.
         units: The units to run.
-        facts: Of every set.
+        facts: Facts about each set.
         device: Where they run.
-        together: At most so many in a group; None chooses by the memory, and so that every job has its part.
-        jobs: How many groups run at the same time.
+        together: Maximum size of a group; None chooses by the available memory and the number of jobs.
+        jobs: Number of groups that run concurrently.
     """
     groups: dict[Any, list[Unit]] = {}
     for number, unit in enumerate(units):
@@ -109,7 +109,7 @@ def make_groups(
 
 
 def find_company(plan: Plan, unit: Unit, facts: Mapping[str, Facts]) -> tuple[Any, ...] | None:
-    """What units have in common that can advance together; None for one that runs alone."""
+    """Return the key shared by units that can run in parallel; None for a unit that runs alone."""
     method, known = plan.method(unit.method), facts[unit.set_name]
     if method.mode != "online" or known.count == 0 or method.share is not None:
         return None
@@ -117,8 +117,8 @@ def find_company(plan: Plan, unit: Unit, facts: Mapping[str, Facts]) -> tuple[An
 
 
 def _fitting(method: MethodSpec, shape: tuple[int, int, int], device: torch.device, jobs: int) -> int:
-    """How many streams can advance together in the memory, or in that of one of several jobs."""
-    numbers = method.views * math.prod(shape)
+    """Return how many parallel streams fit in the memory available to each job."""
+    values = method.views * math.prod(shape)
     tuning = kernels.tuning(device)
     memory = tuning.memory // jobs if tuning.memory else kernels.free_memory(device) // 2
-    return max(1, min(_STREAMS, memory // (4 * numbers * tuning.kept)))
+    return max(1, min(_STREAMS, memory // (4 * values * tuning.kept)))

@@ -1,9 +1,9 @@
-"""Checkpoints of streams: the state and the records so far of online units that advance together.
+"""Checkpoints of online units that run as parallel streams.
 
     RUN/underway/KEY.safetensors   the streams' state, and the records of their units so far
 
-Such units are all unfinished until their last image. A run that was killed continues from their last checkpoint, bit
-for bit. A file that is truncated or was altered counts as missing.
+Such units finish at the same time, so an interrupted run resumes from their last checkpoint, bit for bit. A truncated
+or modified file counts as missing.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ FOLDER = "underway"
 _KEY = "testtime-underway"
 _ABOUT: dict[str, Kind] = {
     "units": ("units", lambda value: is_list_of(_is_unit)(value)),
-    "seconds": ("a number from 0 on", lambda value: is_number(value) and value >= 0),
+    "seconds": ("a non-negative number", lambda value: is_number(value) and value >= 0),
 }
 
 
 class StreamCheckpoint(NamedTuple):
-    """How far units are that advance together.
+    """The progress of units that run in parallel.
 
     Attributes:
-        columns: The records of each so far.
-        state: That of their `Streams`.
-        seconds: How long it took so far.
+        columns: The records of each unit so far.
+        state: The state of their `Streams`.
+        seconds: Seconds spent so far.
     """
 
     columns: list[Columns]
@@ -50,11 +50,11 @@ class StreamCheckpoint(NamedTuple):
 
 
 class StreamCheckpoints:
-    """The checkpoints in a run's folder.
+    """The stream checkpoints in a run's folder.
 
     Args:
         folder: The run's folder.
-        **circumstances: What must be the same to continue from them: the device, versions.
+        **circumstances: What must match to resume: device, versions.
     """
 
     def __init__(self, folder: str | Path, **circumstances: str) -> None:
@@ -62,12 +62,11 @@ class StreamCheckpoints:
         self.circumstances = circumstances
 
     def groups(self, company: Mapping[Unit, Any], finished: Collection[Unit]) -> list[list[Unit]]:
-        """The groups that can continue; checkpoints of others are removed.
+        """Return the groups that can resume; other checkpoints are removed.
 
         Args:
-            company: For the units of the plan that can advance with others, what those must have in common.
-            finished: The units that are finished. A group of finished units is one that was to be removed when the
-                process was killed.
+            company: The group key of each unit of the plan that can run in parallel, see `find_company`.
+            finished: The finished units. A checkpoint of finished units was left behind by an interrupted process.
         """
         found: list[list[Unit]] = []
         for file in sorted(self.folder.glob("*.safetensors")):
@@ -83,7 +82,7 @@ class StreamCheckpoints:
         return found
 
     def save(self, units: Sequence[Unit], checkpoint: StreamCheckpoint) -> None:
-        """Write the checkpoint of some units, whole or not at all; a failure is logged, and the units go on."""
+        """Write the checkpoint of some units atomically; a failure is logged."""
         tensors = {f"state/{name}": tensor for name, tensor in checkpoint.state.items()}
         for row, columns in enumerate(checkpoint.columns):
             tensors |= {f"{row}/{name}": torch.from_numpy(columns[name]) for name in COLUMNS}
@@ -97,10 +96,10 @@ class StreamCheckpoints:
             write_tensors(path, tensors, _KEY, about)
         except OSError as error:
             fault = f"cannot be written ({error_text(error)})"
-            log.warning("%s; a kill would cost these streams' work", FileError(path, fault))
+            log.warning("%s; these streams would restart after an interruption", FileError(path, fault))
 
     def load(self, units: Sequence[Unit]) -> StreamCheckpoint | None:
-        """The checkpoint of some units; None if there is none or it is damaged, which is logged."""
+        """Return the checkpoint of some units; None if it is missing or damaged, which is logged."""
         path = self._path(units)
         if not path.exists():
             return None
@@ -108,10 +107,10 @@ class StreamCheckpoints:
             described, tensors = read_tensors(path, _KEY)
             about = _check(described)
             columns = [{name: tensors[f"{row}/{name}"].numpy() for name in COLUMNS} for row in range(len(units))]
-            for own in columns:
-                check_columns(own)
-            if len({len(own["sample"]) for own in columns}) != 1:
-                raise ValueError("its units are not equally far")
+            for part in columns:
+                check_columns(part)
+            if len({len(part["sample"]) for part in columns}) != 1:
+                raise ValueError("its units have different numbers of records")
         except (ValueError, KeyError) as error:
             _log_fault(path, error)
             return None
@@ -128,7 +127,7 @@ class StreamCheckpoints:
         self._path(units).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove all checkpoints: the run is finished."""
+        """Remove all checkpoints of the run."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, units: Sequence[Unit]) -> Path:
@@ -136,7 +135,7 @@ class StreamCheckpoints:
         return self.folder / f"{key}.safetensors"
 
     def _read_group(self, path: Path) -> list[Unit] | None:
-        """The units of a file, if it was written under these circumstances; its tensors are not read."""
+        """Return the units of a file if its circumstances match, without reading its tensors."""
         try:
             about = _check(read_description(path, _KEY))
             group = [Unit.of(*key) for key in about["units"]]
@@ -149,11 +148,11 @@ class StreamCheckpoints:
 
 def _log_fault(path: Path, error: Exception) -> None:
     fault = error.fault if isinstance(error, FileError) else f"not a checkpoint of streams ({error_text(error)})"
-    log.warning("%s; they start again", FileError(path, fault))
+    log.warning("%s; its streams restart", FileError(path, fault))
 
 
 def _check(about: dict[str, Any] | None) -> dict[str, Any]:
-    """The description of a file, if it is one."""
+    """Return a file's description after checking it."""
     if about is None:
         raise ValueError("it has no description")
     check_entries(about, _ABOUT, list(_ABOUT))

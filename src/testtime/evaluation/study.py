@@ -1,4 +1,4 @@
-"""Studies: what a run is to do, in a TOML file."""
+"""Studies: the plan of a run as a TOML file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from testtime.evaluation.method_specs import read_method
 from testtime.storage import FileError, check_file, error_text
 
 STUDIES = Path(__file__).with_name("studies")
-_LARGEST = 1 << 15  # bytes of a study; reading TOML can take time that grows with their square
+_LARGEST = 1 << 15  # bytes of a study; parsing TOML can take quadratic time
 FLAG: Kind = ("true or false", is_flag)
 LIMIT: Kind = ("an integer from 1 to 2**63 - 1", lambda value: value is None or is_integer(value, 1))
 _WORDS: Kind = ("names", lambda value: is_list_of(_is_word)([value] if is_text(value) else value))
 _STUDY: dict[str, Kind] = {
-    "title": ("a text", is_text),
+    "title": ("a string", is_text),
     "data": _WORDS,
-    "levels": ("such as 1-5, or a list of integers", lambda value: is_text(value) or is_list_of(is_integer)(value)),
+    "levels": ("a range like 1-5 or a list of integers", lambda value: is_text(value) or is_list_of(is_integer)(value)),
     "corruptions": _WORDS,
     "original": FLAG,
     "seeds": ("integers from 0 to 2**63 - 1", is_list_of(lambda seed: is_integer(seed, 0))),
@@ -32,28 +32,28 @@ _STUDY: dict[str, Kind] = {
 
 
 def studies() -> tuple[str, ...]:
-    """Names of the bundled studies."""
+    """Return the names of the bundled studies."""
     return tuple(sorted(path.stem for path in STUDIES.glob("*.toml")))
 
 
 def read_study(study: str | Path) -> dict[str, Any]:
-    """A study's entries, their names and types checked.
+    """Read a study and check the names and types of its entries.
 
-    Every entry may be missing, except a method's mode; the arguments of the command line override it:
+    All entries but a method's mode are optional; command-line arguments override them:
 
         title = "Fog, two ways"
         data = ["cifar10-c"]               # names, patterns, folders
         levels = "1-5"
         corruptions = ["fog", "frost"]
-        original = true                    # the set without corruption as well
+        original = true                    # include the uncorrupted set
         seeds = [0, 1]
         shuffle = true
         limit = 1000
 
         [methods.fast]                     # any name
         mode = "episodic"                  # or "fixed", "online"
-        network = "joint"                  # or "baseline", or what --network NAME=FILE names
-        steps = 1                          # any setting of `MethodSpec`
+        network = "joint"                  # or "baseline", or NAME of --network NAME=FILE
+        steps = 1                          # any setting, see `MethodSpec`
         lr = 0.01
 
         [methods.wide]
@@ -65,7 +65,7 @@ def read_study(study: str | Path) -> dict[str, Any]:
         study: A TOML file, or the name of a bundled study.
 
     Raises:
-        FileError: There is no such study, or it is not well formed.
+        FileError: The study does not exist or is invalid.
     """
     path = Path(study)
     if str(study) in studies() and not path.is_file():
@@ -79,7 +79,7 @@ def read_study(study: str | Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """What a TOML file holds."""
+    """Parse a TOML file."""
     try:
         toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ModuleNotFoundError:
@@ -89,7 +89,7 @@ def _load(path: Path) -> dict[str, Any]:
     except FileError as error:
         raise FileError(path, error.fault, f"the bundled studies are {', '.join(studies())}") from None
     if path.stat().st_size > _LARGEST:
-        raise FileError(path, f"larger than {_LARGEST:,} bytes, which no study is")
+        raise FileError(path, f"larger than {_LARGEST:,} bytes, the limit for a study")
     try:
         return toml.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -97,10 +97,10 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _check_study(found: Mapping[str, Any]) -> None:
-    """Check the entries of a study, but for its sets, which need not be on this machine."""
+    """Check the entries of a study, except its sets, which need not exist on this machine."""
     for name in found:
         if name not in _STUDY:
-            raise ValueError(f"a study has no entry {show(name)}; there are {', '.join(_STUDY)}.")
+            raise ValueError(f"a study has no entry {show(name)}; available: {', '.join(_STUDY)}.")
     check_entries(found, _STUDY)
     for name in ("data", "levels", "corruptions", "seeds", "methods"):
         if name in found and not found[name]:
@@ -116,25 +116,25 @@ def _check_study(found: Mapping[str, Any]) -> None:
 
 
 def check_different(what: str, values: Sequence[Any]) -> None:
-    """Check that there are some, and none twice; names not even if they differ only in case."""
+    """Check that there is at least one value and no duplicates; names are compared case-insensitively."""
     if not values:
         raise ValueError(f"`{what}` must not be empty.")
-    places: dict[Any, int] = {}
-    for place, value in enumerate(values):
-        first = places.setdefault(fold_name(value) if isinstance(value, str) else value, place)
-        if first != place:
+    seen: dict[Any, int] = {}
+    for index, value in enumerate(values):
+        first = seen.setdefault(fold_name(value) if isinstance(value, str) else value, index)
+        if first != index:
             both = f"{value} twice" if values[first] == value else f"{values[first]} and {value}"
-            raise ValueError(f"`{what}` must be different, got {both}.")
+            raise ValueError(f"`{what}` must be unique, got {both}.")
 
 
 def parse_levels(levels: str | Sequence[int]) -> tuple[int, ...]:
-    """Levels from a text such as "1-5" or "1,3,5"."""
+    """Parse levels, e.g. "1-5" or "1,3,5"."""
     numbers: list[int] = []
     for word in split_words(levels) if isinstance(levels, str) else map(str, levels):
         first, dash, last = word.partition("-")
         ends = [first, last] if dash else [first]
         if not all(end.isdecimal() and len(end) < 10 for end in ends):
-            raise ValueError(f"`levels` must be such as 1-5 or 1,3,5; got {show(levels)}.")
+            raise ValueError(f"`levels` must be a range like 1-5 or a list like 1,3,5, got {show(levels)}.")
         if not 1 <= int(ends[0]) <= int(ends[-1]) <= 5:
             raise ValueError(f"`levels` must be 1 to 5, got {show(levels)}.")
         numbers.extend(range(int(ends[0]), int(ends[-1]) + 1))
@@ -144,13 +144,13 @@ def parse_levels(levels: str | Sequence[int]) -> tuple[int, ...]:
 
 
 def parse_corruptions(corruptions: str | Sequence[str]) -> list[str] | None:
-    """Corruptions by name; None for all."""
+    """Parse the names of corruptions; None for all."""
     if corruptions == "all":
         return None
     names = split_words(corruptions)
     for name in names:
         if name not in (*CORRUPTIONS, "original"):
-            raise ValueError(f"No corruption is called {show(name)}; there are {', '.join(CORRUPTIONS)}.")
+            raise ValueError(f"No corruption is called {show(name)}; available: {', '.join(CORRUPTIONS)}.")
     return names
 
 
@@ -159,5 +159,5 @@ def _is_word(value: Any) -> bool:
 
 
 def split_words(text: str | Sequence[str]) -> list[str]:
-    """The words of a text, separated by commas."""
+    """Split a comma-separated string into words."""
     return [word.strip() for word in text.split(",") if word.strip()] if isinstance(text, str) else list(text)

@@ -1,8 +1,8 @@
-"""Runs without their records: one JSON file that is small enough to keep beside the code.
+"""Summaries: runs without their records, as one JSON file small enough to commit.
 
-Of every unit it holds what the unit's file says of itself (counts, seconds, device) and, for each image, whether the
-prediction was right, a bit each. That is all that tables, intervals and paired tests are made of, so a report of a
-summary has the numbers of a report of the folders. Predictions, losses and the order of the stream are left out.
+For each unit it contains the metadata (counts, seconds, device) and one bit per image: whether the prediction is right.
+That suffices for tables, confidence intervals and paired tests, so a report on a summary has the same numbers as one on
+the folders. Predictions, losses and the order of the stream are omitted.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from testtime.storage import FileError, read_json, write_whole
 
 FORMAT = 1
 _KIND = "testtime-summary"
-_LARGEST = 1 << 28  # bytes that all arrays, and all verdicts, may unpack to
-_TEXT: Kind = ("a text", is_text)
-_MARKS: Kind = ("marks of arrays", is_table_of(is_text))
+_LARGEST = 1 << 28  # bytes of all arrays, and of all verdicts, unpacked
+_TEXT: Kind = ("a string", is_text)
+_HASHES: Kind = ("hashes of arrays", is_table_of(is_text))
 _SUMMARY: dict[str, Kind] = {
-    "arrays": ("texts", is_table_of(is_text)),
+    "arrays": ("strings", is_table_of(is_text)),
     "runs": ("tables", is_list_of(is_table)),
 }
 _RUN: dict[str, Kind] = {
     "name": ("the name of a folder", lambda value: is_text(value) and not set(value) & set("/\0")),
     "configuration": ("a table", is_table),
     "about": ("a table", is_table),
-    "sets": ("marks of arrays", is_table_of(is_table_of(is_text))),
+    "sets": ("hashes of arrays", is_table_of(is_table_of(is_text))),
     "units": ("tables", is_list_of(is_table)),
 }
-_PRIVATE = ("files",)  # where things lay on the machine of the run is nobody's business
+_PRIVATE = ("files",)  # paths on the machine of the run
 
 
 def write_summary(path: str | Path, runs: Sequence[Run]) -> None:
-    """Write the summary of some runs, whole or not at all.
+    """Write a summary of some runs atomically.
 
     Args:
         path: The file.
@@ -60,11 +60,11 @@ def write_summary(path: str | Path, runs: Sequence[Run]) -> None:
         for unit in run.units:
             verdicts = unit.verdicts()
             packed = {"samples": _pack(np.diff(verdicts.samples, prepend=0)), "labels": _pack(verdicts.labels)}
-            marks = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in packed.items()}
-            arrays |= {marks[name]: text for name, text in packed.items()}
-            sets.setdefault(unit.set_name, marks)
-            # A limit with a shuffled order takes other images for every seed.
-            own = {} if sets[unit.set_name] == marks else {"images": marks}
+            hashes = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in packed.items()}
+            arrays |= {hashes[name]: text for name, text in packed.items()}
+            sets.setdefault(unit.set_name, hashes)
+            # With a limit and a shuffled order, the images depend on the seed.
+            own = {} if sets[unit.set_name] == hashes else {"images": hashes}
             units.append(json.dumps(_describe(unit) | own | {"right": _pack_bits(verdicts.right)}))
         about = {key: value for key, value in run.about.items() if key not in _PRIVATE}
         head = {"name": run.path.name, "configuration": run.configuration, "about": about, "sets": sets}
@@ -74,19 +74,19 @@ def write_summary(path: str | Path, runs: Sequence[Run]) -> None:
 
 
 def open_runs(path: str | Path) -> list[Run]:
-    """The runs at a path: one in a folder, or those of a summary.
+    """Open the runs at a path: a run folder, or a summary.
 
     Raises:
-        RunError: There is no run, or it is damaged.
+        RunError: There is no run at the path, or it is damaged.
     """
     return [open_run(path)] if Path(path).is_dir() else open_summary(path)
 
 
 def open_summary(path: str | Path) -> list[Run]:
-    """The runs of a summary; their units have verdicts and no records.
+    """Open the runs of a summary; their units have verdicts but no records.
 
     Raises:
-        RunError: It is no summary, one of another format, or damaged.
+        RunError: The file is not a summary, has another format, or is damaged.
     """
     path = Path(path)
     try:
@@ -96,13 +96,13 @@ def open_summary(path: str | Path) -> list[Run]:
         check_format(path, held.get("format"), FORMAT)
         check_entries(held, _SUMMARY, list(_SUMMARY))
         if not held["runs"]:
-            raise ValueError("it holds no run")
+            raise ValueError("it contains no run")
         for entry in held["runs"]:
             check_entries(entry, _RUN, list(_RUN))
             for unit in entry["units"]:
                 check_unit(unit)
         if sum(unit["counts"]["images"] for entry in held["runs"] for unit in entry["units"]) > _LARGEST:
-            raise ValueError("it has more images than any summary")
+            raise ValueError("it has too many images")
         arrays = _unpack_all(held["arrays"])
         runs: list[Run] = []
         for entry in held["runs"]:
@@ -123,7 +123,7 @@ def _read_run(path: Path, entry: Mapping[str, Any], arrays: Mapping[str, np.ndar
 
 
 def _describe(unit: Unit) -> dict[str, Any]:
-    """What the unit's file says of it, and the errors in percent, for people."""
+    """Return a unit's metadata, with the errors in percent for readers."""
     counts = unit.about["counts"]
     errors = {
         name: round(100 - 100 * counts[key] / counts["labelled"], 4) if counts["labelled"] else None
@@ -133,17 +133,17 @@ def _describe(unit: Unit) -> dict[str, Any]:
 
 
 def _read_unit(path: Path, held: Mapping[str, Any], sets: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Unit:
-    check_entries(held, {"right": _TEXT, "images": _MARKS}, ["right"])
-    marks = held.get("images") or sets.get(held["set"])
-    if marks is None or not all(marks.get(name) in arrays for name in ("samples", "labels")):
+    check_entries(held, {"right": _TEXT, "images": _HASHES}, ["right"])
+    hashes = held.get("images") or sets.get(held["set"])
+    if hashes is None or not all(hashes.get(name) in arrays for name in ("samples", "labels")):
         raise ValueError(f"the images of {held['set']!r} are missing")
-    samples, labels = np.cumsum(arrays[marks["samples"]], dtype=np.int64), arrays[marks["labels"]]
+    samples, labels = np.cumsum(arrays[hashes["samples"]], dtype=np.int64), arrays[hashes["labels"]]
     right = _unpack_bits(held["right"], held["counts"]["images"])
     counts = {"images": len(samples), "labelled": int((labels >= 0).sum()), "is_right": int(right.sum())}
     if len(labels) != len(samples) or any(held["counts"][name] != count for name, count in counts.items()):
-        raise ValueError(f"the verdicts of {held['method']!r} on {held['set']!r} do not fit its counts")
+        raise ValueError(f"the verdicts of {held['method']!r} on {held['set']!r} do not match its counts")
     if len(samples) and (samples[0] < 0 or samples[-1] >= 2**31 or (np.diff(samples) <= 0).any()):
-        raise ValueError(f"the images of {held['set']!r} are not numbered as they should be")
+        raise ValueError(f"the images of {held['set']!r} have invalid indices")
     about = {key: value for key, value in held.items() if key not in ("right", "images")}
     verdicts = Verdicts(samples.astype(np.int32), labels, right)
     return replace(Unit.of(held["method"], held["set"], held["seed"]), path=path, about=about, held=verdicts)
@@ -155,9 +155,9 @@ def _pack(numbers: np.ndarray) -> str:
 
 def _unpack_all(arrays: Mapping[str, str]) -> dict[str, np.ndarray]:
     room, found = _LARGEST, {}
-    for mark, text in arrays.items():
-        found[mark] = np.frombuffer(_inflate(text, room), "<i4").astype(np.int32)
-        room -= found[mark].nbytes
+    for key, text in arrays.items():
+        found[key] = np.frombuffer(_inflate(text, room), "<i4").astype(np.int32)
+        room -= found[key].nbytes
     return found
 
 
@@ -176,5 +176,5 @@ def _inflate(text: str, largest: int) -> bytes:
     stream = zlib.decompressobj()
     found = stream.decompress(base64.b64decode(text, validate=True), largest)
     if stream.unconsumed_tail or not stream.eof:
-        raise ValueError("an array is too large or cut off")
+        raise ValueError("an array is too large or truncated")
     return found

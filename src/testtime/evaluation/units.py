@@ -1,10 +1,10 @@
-"""The folder of an evaluation run: one file for each finished unit, and what the run is.
+"""The folder of an evaluation run: one file per finished unit, and the run's metadata.
 
     RUN/run.json                            configuration, versions, hardware, command
     RUN/units/METHOD/SET.../seed-N.safetensors   the records of one method on one set with one seed
 
-A unit's file holds the records as columns, in the order of the stream, with a description and a hash of both. It is
-written whole or not at all; a file that is truncated or was altered counts as missing. Reading needs no network.
+A unit's file contains its records as columns, in the order of the stream, its metadata, and a hash of both. It is
+written atomically; a truncated or modified file counts as missing. Reading a run needs no network.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _SHOWN = 8
 
 
 class RunError(FileError):
-    """A folder or file of a run that cannot be used: damaged, of another version, or something else."""
+    """A folder or file of a run that cannot be used, because it is damaged, of another version, or not a run."""
 
 
 class Verdicts(NamedTuple):
-    """What became of the images of a unit.
+    """Which predictions of a unit are right.
 
     Attributes:
-        samples: The images' numbers, rising, int32 `(N,)`.
-        labels: Their classes, int32 `(N,)`.
+        samples: Sample indices in ascending order, int32 `(N,)`.
+        labels: Class labels, int32 `(N,)`.
         right: Whether the predictions are right, uint8 `(N,)`.
     """
 
@@ -55,17 +55,17 @@ class Verdicts(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """One method on one test set with one seed: the grain of a run.
+    """One method on one test set with one seed: the unit of work of a run.
 
     Attributes:
-        method: The method's name in the run, such as `online`.
-        set_name: The test set's name, such as `cifar10-c/fog/5`.
-        corruption: The corruption (or the growing noise) in that name; None for any other set.
-        level: Its level, 1 to 5; None where there is none.
+        method: The method's name in the run, e.g. `online`.
+        set_name: The test set's name, e.g. `cifar10-c/fog/5`.
+        corruption: The corruption (or gradual noise) in that name; None for other sets.
+        level: Its level, 1 to 5, or None.
         seed: Seed of the augmentations and of the order.
-        path: Its file, once it is finished.
-        about: What the file says of itself: seconds, images_per_second, counts, device.
-        held: Its verdicts, where only a summary of its run is there.
+        path: Its file, if finished.
+        about: Metadata of the file: seconds, images_per_second, counts, device.
+        held: Its verdicts, if it comes from a summary.
     """
 
     method: str
@@ -79,45 +79,45 @@ class Unit:
 
     def __post_init__(self) -> None:
         parts = self.set_name.split("/") if is_text(self.set_name) else [self.set_name]
-        for name, own in (("method", [self.method]), ("set_name", parts)):
-            if not all(map(is_file_name, own)):
-                raise ValueError(f"`{name}` must be fit for a file's name, got {show(getattr(self, name))}.")
+        for name, values in (("method", [self.method]), ("set_name", parts)):
+            if not all(map(is_file_name, values)):
+                raise ValueError(f"`{name}` must be usable as a file name, got {show(getattr(self, name))}.")
 
     @staticmethod
     def of(method: str, set_name: str, seed: int) -> Unit:
-        """The unit of a method, a set by its name, and a seed."""
+        """Make the unit of a method, a set and a seed; corruption and level come from the set's name."""
         return Unit(method, set_name, *read_shift(set_name), seed)
 
     @property
     def place(self) -> Path:
-        """Its file's path within the run's folder."""
+        """Path of its file relative to the run's folder."""
         parts = map(quote_name, (self.method, *self.set_name.split("/")))
         return Path("units", *parts, f"seed-{self.seed}.safetensors")
 
     @property
     def title(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         return f"{self.method} {self.set_name} seed {self.seed}"
 
     @property
     def seconds(self) -> float:
-        """How long it took; units that advanced side by side share their time evenly."""
+        """Seconds it took; units that ran in parallel share their time evenly."""
         return float(self.about["seconds"])
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Its records, a column for each field of `Record`, in the order of the stream; see `COLUMNS`.
+        """Return its records as columns, in the order of the stream; see `COLUMNS`.
 
         Raises:
             RunError: The unit is not finished, or its file is damaged.
         """
         if self.held is not None:
-            raise RunError(self.path or self.place, "a summary holds no records")
+            raise RunError(self.path or self.place, "a summary contains no records")
         if self.path is None:
             raise RunError(self.place, f"{self.title} is not finished")
         return read_unit(self.path)[1]
 
     def verdicts(self) -> Verdicts:
-        """Which of its images are predicted right, in the order of their numbers.
+        """Return which of its predictions are right, ordered by sample index.
 
         Raises:
             RunError: The unit is not finished, or its file is damaged.
@@ -131,14 +131,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Run:
-    """An evaluation run as it lies in its folder.
+    """An evaluation run read from its folder.
 
     Attributes:
         path: The folder.
-        configuration: What decides the results: networks, sets, methods and their settings, seeds, order, limit.
-        about: Everything else of run.json: versions, hardware, command, seeds, files.
+        configuration: Everything that determines the results: networks, sets, methods, settings, seeds, order, limit.
+        about: The rest of run.json: versions, hardware, command, seeds, files.
         units: The finished units, in the order of the configuration.
-        damaged: Files that are not whole, with the reason; their units count as missing.
+        damaged: Damaged files, with the reason; their units count as missing.
     """
 
     path: Path
@@ -151,19 +151,19 @@ class Run:
 def open_run(path: str | Path, images: Mapping[str, int] | None = None) -> Run:
     """Read a run's folder, finished or not.
 
-    Every unit's file is read through once; one that is truncated, was altered or lacks images is left out, logged and
-    named in `damaged`.
+    Every unit's file is read and verified; one that is truncated, modified or incomplete is skipped, logged and listed
+    in `damaged`.
 
     Args:
         path: The folder.
-        images: How many images each set has; where that is not known, as many as any unit of the set.
+        images: Number of images per set; None takes the maximum over the units of each set.
 
     Raises:
-        RunError: The folder holds no run, or one of another format.
+        RunError: The folder contains no run, or one of another format.
     """
     path = Path(path)
     configuration, about = _read_description(path)
-    found = [_try_unit(path, file) for file in sorted((path / "units").rglob("seed-*.safetensors"))]
+    found = [_read_or_fail(path, file) for file in sorted((path / "units").rglob("seed-*.safetensors"))]
     units, lacking = _sort_out([unit for unit in found if isinstance(unit, Unit)], configuration.get("limit"), images)
     damaged = [error for error in found if isinstance(error, RunError)] + lacking
     for error in damaged:
@@ -184,10 +184,10 @@ def open_run(path: str | Path, images: Mapping[str, int] | None = None) -> Run:
 
 
 def _read_description(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a run's folder says of itself: what decides its results, and the rest."""
+    """Return the configuration of a run's folder, and the rest of its metadata."""
     path = folder / "run.json"
     if not path.exists():
-        raise RunError(folder, "holds no run: there is no run.json in it")
+        raise RunError(folder, "contains no run: there is no run.json")
     try:
         about = read_json(path, 1 << 26)
         check_table(about)
@@ -202,19 +202,19 @@ def _read_description(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return configuration, about
 
 
-def _try_unit(folder: Path, file: Path) -> Unit | RunError:
-    """A unit by its file, or what is wrong with the file."""
+def _read_or_fail(folder: Path, file: Path) -> Unit | RunError:
+    """Return the unit of a file, or the error."""
     try:
         unit = read_unit(file)[0]
     except RunError as error:
         return error
-    return unit if folder / unit.place == file else RunError(file, f"holds {unit.title}, which belongs elsewhere")
+    return unit if folder / unit.place == file else RunError(file, f"contains {unit.title}, which belongs elsewhere")
 
 
 def _sort_out(
     units: Sequence[Unit], limit: int | None, images: Mapping[str, int] | None
 ) -> tuple[list[Unit], list[RunError]]:
-    """The units that have all the images of their sets, and what is wrong with the others."""
+    """Return the units with all images of their sets, and errors for the others."""
     counts = [unit.about["counts"]["images"] for unit in units]
     wanted = dict(images or {})
     for unit, count in zip(units, counts, strict=True):
@@ -227,48 +227,48 @@ def _sort_out(
         if due is None or count == due:
             complete.append(unit)
         else:
-            lacking.append(RunError(unit.path or unit.place, f"holds {count:,} images of {unit.set_name}, not {due:,}"))
+            lacking.append(RunError(unit.path or unit.place, f"has {count:,} images of {unit.set_name}, not {due:,}"))
     return complete, lacking
 
 
 def prepare_folder(path: str | Path, configuration: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """Make a run's folder, or check that the one there is of the same configuration; clear what a kill left behind.
+    """Create a run's folder, or check that an existing one has the same configuration, and remove partial files.
 
-    A run in which nothing was finished yet gives way to another configuration.
+    A run without finished units is overwritten by another configuration.
 
     Args:
         path: The folder.
-        configuration: What decides the results, as JSON could hold it.
-        about: What else to write; that of the first time stays.
+        configuration: Everything that determines the results, JSON-serializable.
+        about: Other metadata, only written when the folder is created.
 
     Raises:
-        RunError: It holds something else than a run, or a run of another configuration; the message shows the
+        RunError: The folder contains other files, or a run with another configuration; the message lists the
             differences.
     """
     path = Path(path)
     if (path / "run.json").exists():
-        there = open_run(path)
-        different = find_differences(there.configuration, configuration)
-        begun = there.units or there.damaged or (path / "underway").exists()
+        existing = open_run(path)
+        different = find_differences(existing.configuration, configuration)
+        begun = existing.units or existing.damaged or (path / "underway").exists()
         if different and begun:
             shown = [text if len(text) < 200 else f"{text[:200]}…" for text in different[:_SHOWN]]
             more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
-            fault = f"holds a run of another configuration ({'; '.join(shown)}{more})"
+            fault = f"contains a run with another configuration ({'; '.join(shown)}{more})"
             raise RunError(path, fault, "choose another folder")
         clear_parts(path)
         if not different:
             return
     else:
         if path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir()):
-            raise RunError(path, "holds other files and no run", "choose another folder")
+            raise RunError(path, "contains other files and no run", "choose another folder")
         clear_parts(path)
     content = {"format": FORMAT, "configuration": configuration, **about}
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    _write(path / "run.json", text.encode(errors="backslashreplace"))  # half a character, as JSON writes it
+    _write(path / "run.json", text.encode(errors="backslashreplace"))  # lone surrogates, as JSON escapes them
 
 
 def make_columns(records: Iterable[Record]) -> dict[str, np.ndarray]:
-    """Records as columns."""
+    """Convert records to columns."""
     plain = [
         (
             record.sample,
@@ -286,15 +286,15 @@ def make_columns(records: Iterable[Record]) -> dict[str, np.ndarray]:
 
 
 def join_columns(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """One set of columns out of several, one after the other."""
+    """Concatenate columns."""
     return {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
 
 
 def check_columns(columns: Mapping[str, np.ndarray]) -> None:
-    """Check that columns are records: all there, of one length and their types, each image once.
+    """Check that columns are complete, of equal length and the right dtypes, with each image once.
 
     Raises:
-        ValueError: They are not.
+        ValueError: The columns are invalid.
     """
     for name, kind in COLUMNS.items():
         if name not in columns:
@@ -302,35 +302,35 @@ def check_columns(columns: Mapping[str, np.ndarray]) -> None:
         if str(columns[name].dtype) != kind or columns[name].ndim != 1:
             raise ValueError(f"the column {name} is not of type {kind}")
     if len({len(columns[name]) for name in COLUMNS}) > 1:
-        raise ValueError("its columns are of different lengths")
+        raise ValueError("its columns have different lengths")
     if any(columns[name].max(initial=0) > 1 for name in _FLAGS):
-        raise ValueError("a column of true and false holds something else")
+        raise ValueError("a column of flags contains other values")
     samples, labels = columns["sample"], columns["label"]
     if samples.min(initial=0) < 0 or labels.min(initial=-1) < -1 or len(np.unique(samples)) < len(samples):
-        raise ValueError("its images are not numbered as they should be")
+        raise ValueError("its images have invalid indices")
 
 
 def count_columns(columns: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """What a unit's description counts of its records."""
+    """Count the records for a unit's metadata."""
     flags = {name: int(columns[name].sum()) for name in _FLAGS}
     return {"images": len(columns["sample"]), "labelled": int((columns["label"] >= 0).sum()), **flags}
 
 
 def write_unit(folder: str | Path, unit: Unit, columns: Mapping[str, np.ndarray], seconds: float, **about: Any) -> Unit:
-    """Write a finished unit's file, whole or not at all.
+    """Write a finished unit's file atomically.
 
     Args:
         folder: The run's folder.
-        unit: Which unit.
+        unit: The unit.
         columns: Its records.
-        seconds: How long it took.
-        **about: What else its description says, such as the device.
+        seconds: Seconds it took.
+        **about: Other metadata, e.g. the device.
 
     Returns:
         The unit with its file.
 
     Raises:
-        OSError: It cannot be written; the message names the file and the reason.
+        OSError: The file cannot be written; the message names it and the reason.
     """
     count = len(columns["sample"])
     described = {
@@ -345,17 +345,17 @@ def write_unit(folder: str | Path, unit: Unit, columns: Mapping[str, np.ndarray]
         "counts": count_columns(columns),
         **about,
     }
-    sealed = described | {"sha256": _hash(described, columns)}
+    signed = described | {"sha256": _hash(described, columns)}
     path = Path(folder) / unit.place
-    _write(path, save(dict(columns), {_KEY: json.dumps(sealed)}))
-    return Unit(unit.method, unit.set_name, unit.corruption, unit.level, unit.seed, path, sealed)
+    _write(path, save(dict(columns), {_KEY: json.dumps(signed)}))
+    return Unit(unit.method, unit.set_name, unit.corruption, unit.level, unit.seed, path, signed)
 
 
 def read_unit(path: Path) -> tuple[Unit, dict[str, np.ndarray]]:
-    """A unit's file: what it is, and its columns.
+    """Read a unit's file: the unit, and its columns.
 
     Raises:
-        RunError: The file is missing, truncated or altered.
+        RunError: The file is missing, truncated or modified.
     """
     try:
         check_file(path)
@@ -366,14 +366,14 @@ def read_unit(path: Path) -> tuple[Unit, dict[str, np.ndarray]]:
             raise ValueError("it has no description of a unit")
         about = parse_json(text)
         check_table(about)
-        seal = about.pop("sha256", None)
+        checksum = about.pop("sha256", None)
         check_format(path, about.get("format"), FORMAT)
         check_unit(about)
         check_columns(columns)
-        if seal != _hash(about, columns):
-            raise ValueError("it was altered")
+        if checksum != _hash(about, columns):
+            raise ValueError("it was modified")
         if about["counts"] != count_columns(columns):
-            raise ValueError("its counts are not those of its columns")
+            raise ValueError("its counts do not match its columns")
         unit = replace(Unit.of(about["method"], about["set"], about["seed"]), path=path, about=about)
     except FileError as error:
         raise RunError(path, error.fault, error.remedy) from None
@@ -383,7 +383,7 @@ def read_unit(path: Path) -> tuple[Unit, dict[str, np.ndarray]]:
 
 
 def format_run(run: Run) -> str:
-    """A run in a few lines: for each method its units, its mean error and its time."""
+    """Format a run as one line per method: units, mean error and time."""
     lines = []
     for method in dict.fromkeys(unit.method for unit in run.units):
         own = [unit for unit in run.units if unit.method == method]
@@ -408,5 +408,5 @@ def _hash(about: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> str:
 def _write(path: Path, content: bytes) -> None:
     try:
         write_whole(path, content)
-    except OSError as error:  # a full disk does not say which file it was
+    except OSError as error:  # the error of a full disk does not name the file
         raise OSError(f"{path}: cannot be written ({error.strerror or error}).") from None

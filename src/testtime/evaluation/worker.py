@@ -1,6 +1,6 @@
-"""The worker of a run: networks and test sets opened when they are needed, and the work of a unit on them.
+"""The worker of a run: opens networks and test sets on demand and runs units on them.
 
-It knows nothing of folders, so that every process of a cluster and every thread of this one can have its own.
+It does not access the run's folder, so that every process of a cluster and every thread can have its own.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from testtime.progress import Progress, read_ahead
 Advance = Callable[[int, int], None]
 
 CHECKPOINT_SECONDS = 60.0
-"""The least time between two checkpoints of streams; writing them takes at most a twentieth of the time."""
+"""Minimum time between stream checkpoints; the interval grows so that writing takes at most 5% of the time."""
 
 _BELOW_ONE = 1 - 2**-24
 
 
 class StaleError(ValueError):
-    """A checkpoint that its streams cannot continue from; the message says why."""
+    """A checkpoint that its streams cannot resume from."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run needs to know of a test set before it is read.
+    """Facts about a test set that scheduling needs.
 
     Attributes:
-        fingerprint: A hash of what it is made of.
-        count: How many of its images the run takes.
+        fingerprint: A hash of its content.
+        count: Number of images that the run uses.
         shape: `(C, H, W)` of its images.
-        skipped: A line for each of its files that was left out because it cannot be read.
+        skipped: A line for each unreadable file.
         labelled: Whether it has labels.
     """
 
@@ -64,12 +64,12 @@ class Facts:
 
 
 class Worker:
-    """The networks and test sets of a plan, opened when they are needed, and the work on them.
+    """Runs the units of a plan; networks and test sets are opened on demand.
 
     Args:
-        plan: What to do.
-        device: Where to do it.
-        sets: Test sets that have no name to be opened by.
+        plan: The plan.
+        device: Where to compute.
+        sets: Test sets of the plan that cannot be opened by name.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class Worker:
         self.device = torch.device(device)
         self._sets = dict(sets or {})
         self.fingerprints: dict[str, str] = {}
-        """Of the networks opened so far, by file."""
+        """Fingerprints of the networks opened so far, by file."""
         self._held: dict[str, tuple[str, YNet]] = {}
         self._adapter: tuple[Any, Adapter] | None = None
         self._thresholds: dict[tuple[str, str, int], float] = {}
-        self._open = functools.lru_cache(maxsize=2)(self.open)  # the same set serves several jobs in a row
+        self._open = functools.lru_cache(maxsize=2)(self.open)  # consecutive jobs share sets
         self._facts: dict[str, Facts] = {}
 
     def net(self, name: str, set_name: str) -> YNet:
-        """A network by its name, for a test set, on the device; of each name the last one is kept.
+        """Return a network for a test set, on the device; the last one of each name is cached.
 
         Raises:
-            CheckpointError: Its file is missing, damaged, or another than when it was first opened.
+            CheckpointError: Its file is missing, damaged, or has changed since it was first opened.
         """
         file = self.plan.file(name, set_name)
         held, net = self._held.get(name, (None, None))
@@ -102,10 +102,10 @@ class Worker:
         return net
 
     def describe_network(self, name: str) -> dict[str, Any]:
-        """What a network is, as a run's configuration has it: fingerprints by set where every set has its own.
+        """Describe a network for a run's configuration, with a fingerprint per set if each set has its own network.
 
         Raises:
-            CheckpointError: A file is missing or damaged, or the networks of the sets are not alike.
+            CheckpointError: A file is missing or damaged, or the networks of the sets differ in kind.
         """
         sets = [source.name for source in self.plan.sets]
         files = {set_name: self.plan.file(name, set_name) for set_name in sets}
@@ -120,23 +120,23 @@ class Worker:
                 fault = f"{error.fault} (the network {name} of {set_name})"
                 raise CheckpointError(error.path, fault, error.remedy) from None
             first = first or card
-            # What it was trained on may differ, what it is and how it is used may not.
+            # Only the training record may differ.
             if replace(card, record={}) != replace(first, record={}):
                 raise CheckpointError(file, f"another kind of network than {files[sets[0]]}", "a method needs one kind")
         assert first is not None
-        marks = {set_name: self.fingerprints[file] for set_name, file in files.items()}
-        return {"fingerprint": marks, "architecture": first.architecture}
+        fingerprints = {set_name: self.fingerprints[file] for set_name, file in files.items()}
+        return {"fingerprint": fingerprints, "architecture": first.architecture}
 
     def open(self, name: str, progress: Progress | None = None) -> TestSet:
-        """Open a test set of the plan, in the size and with the classes of the network.
+        """Open a test set of the plan, with the image size and classes of the network.
 
         Args:
             name: Its name in the plan.
-            progress: Told how many of how many picture files have been looked at.
+            progress: Called with the image files read, their total, and a message.
 
         Raises:
-            ValueError: The network does not have the set's channels or classes.
-            DataError: The set is not there or damaged.
+            ValueError: The channels or classes of the set and the network differ.
+            DataError: The set is missing or damaged.
         """
         net = self.net(next(iter(self.plan.networks)), name)
         card = net.card
@@ -148,7 +148,7 @@ class Worker:
         if family is not None and family.pictures:
             options["on_bad"] = self.plan.on_bad_image
             if progress is not None:
-                options["progress"] = lambda done, total, _: progress(done, total, f"reading the pictures of {name}")
+                options["progress"] = lambda done, total, _: progress(done, total, f"reading the images of {name}")
         root = source.folder or self.plan.data_root
         if name in self._sets:
             found = self._sets[name]
@@ -159,13 +159,13 @@ class Worker:
         if card.classes and found.labels is not None:
             answers = found.scores(torch.zeros(1, len(card.classes), dtype=torch.float32, device="cpu")).shape[1]
             if answers != len(found.classes):
-                raise ValueError(f"{name} has {len(found.classes)} classes, the network {answers}.")
+                raise ValueError(f"{name} has {len(found.classes)} classes, the network has {answers}.")
         if net.channels is not None and found.shape[0] != net.channels:
             raise ValueError(f"{name} has {found.shape[0]} channels, the network takes {net.channels}.")
         return found
 
     def facts(self, name: str, progress: Progress | None = None) -> Facts:
-        """What the run needs to know of a set; `progress` as for `open`."""
+        """Return the facts about a test set; `progress` as for `open`."""
         if name not in self._facts:
             found = self.open(name, progress)
             count = len(found) if self.plan.limit is None else min(self.plan.limit, len(found))
@@ -174,18 +174,18 @@ class Worker:
         return self._facts[name]
 
     def order(self, test_set: TestSet, seed: int) -> Tensor:
-        """The sample numbers of a set in the order in which the run visits them."""
+        """Return the sample indices of a set in the order of the run."""
         shuffled = self.plan.shuffle and not test_set.ordered
         order = stream_order(len(test_set), seed) if shuffled else torch.arange(len(test_set), device="cpu")
         return order[: self.plan.limit]
 
     def run_unit(self, unit: Unit, part: slice = slice(None), advance: Advance | None = None) -> Columns:
-        """Run one unit, or a part of one whose images do not depend on each other.
+        """Run one unit, or a part of one whose images are independent.
 
         Args:
             unit: The unit.
-            part: Which places of its order.
-            advance: Told the number of images as they are done, and how many of them are wrong.
+            part: Positions in its order.
+            advance: Called after each batch with the number of images done, and of those wrong.
 
         Returns:
             Its records as columns.
@@ -201,15 +201,15 @@ class Worker:
         return join_columns(parts) if parts else make_columns([])
 
     def method(self, unit: Unit) -> MethodSpec:
-        """The method of a unit, its threshold a number."""
+        """Return the method of a unit, with a numeric threshold."""
         method = self.plan.method(unit.method)
         return method if method.share is None else method.resolve(self.threshold(unit))
 
     def threshold(self, unit: Unit) -> float:
-        """The threshold below which the share of a unit's images lies that its method asks for.
+        """Return the threshold for a method with a percentage.
 
-        It is a quantile of the confidences of the network as it is, on all images of the unit at once: without their
-        labels, but not one by one as they come.
+        It is a quantile of the unadapted network's confidences on all images of the unit, computed in advance without
+        labels.
         """
         method = self.plan.method(unit.method)
         key = unit.method, unit.set_name, unit.seed
@@ -223,16 +223,16 @@ class Worker:
         return self._thresholds[key]
 
     def remarks(self, unit: Unit) -> dict[str, Any]:
-        """What a unit's file says of how it was run: the threshold, where it had to be found."""
+        """Return extra metadata of a unit: the threshold, if it was given as a percentage."""
         return {} if self.plan.method(unit.method).share is None else {"threshold": self.threshold(unit)}
 
     def adapter(self, unit: Unit, shape: tuple[int, ...]) -> Adapter:
-        """The adapter of a unit, reset: the last one if it fits, whose recorded graphs are then used again."""
+        """Return the adapter of a unit, reset; the last one, with its recorded graphs, is reused if it matches."""
         method = self.method(unit)
         net = self.net(method.network, unit.set_name)
         key = method, self.plan.file(method.network, unit.set_name), unit.seed, shape
         if self._adapter is None or self._adapter[0] != key:
-            self._adapter = None  # its memory is free before the next one asks for some
+            self._adapter = None  # free its memory before the next one is allocated
             self._adapter = key, method.make(net, unit.seed, choose_parallel(method, shape, self.device))
         adapter = self._adapter[1]
         adapter.reset()
@@ -245,21 +245,21 @@ class Worker:
         begun: StreamCheckpoint | None = None,
         save: Callable[[StreamCheckpoint], None] | None = None,
     ) -> list[Columns]:
-        """Run online units of one method, network and seed side by side, their sets of one length and shape.
+        """Run online units in parallel; they share method, network, seed, and length and shape of their sets.
 
         Args:
             units: The units.
             advance: As for `run_unit`.
-            begun: How far they are already; what comes is the same, bit for bit.
-            save: Called with a checkpoint now and then.
+            begun: A checkpoint to resume from, bit for bit.
+            save: Called periodically with a checkpoint.
 
         Returns:
-            The columns of each.
+            The columns of each unit.
 
         Raises:
-            StaleError: They cannot go on from there; nothing was done.
+            StaleError: The units cannot resume from `begun`; nothing was run.
         """
-        self._adapter = None  # its memory is wanted
+        self._adapter = None  # free its memory
         method, seed = self.plan.method(units[0].method), units[0].seed
         sets = [self.open(unit.set_name) for unit in units]
         orders = torch.stack([self.order(test_set, seed) for test_set in sets])  # (S, N)
@@ -294,17 +294,17 @@ class Worker:
             now = time.monotonic()
             if save is not None and now - saved >= pause:
                 seconds = now - start + (begun.seconds if begun else 0)
-                save(StreamCheckpoint([join_columns(own) for own in parts], streams.state_dict(), seconds))
+                save(StreamCheckpoint([join_columns(part) for part in parts], streams.state_dict(), seconds))
                 saved = time.monotonic()
                 pause = max(CHECKPOINT_SECONDS, 20 * (saved - now))
-        return [join_columns(own) for own in parts]
+        return [join_columns(part) for part in parts]
 
 
 def _resume(streams: Streams, orders: Tensor, begun: StreamCheckpoint) -> None:
-    """Put streams back to where they were, after the first images of orders `(S, N)`."""
+    """Load a checkpoint into streams, after checking that it matches the first images of the orders `(S, N)`."""
     for order, columns in zip(orders, begun.columns, strict=True):
         if not np.array_equal(columns["sample"], order[: len(columns["sample"])].numpy()):
-            raise StaleError("it is of other images")
+            raise StaleError("its images differ")
     try:
         streams.load_state_dict(begun.state)
     except ValueError as error:
@@ -312,30 +312,29 @@ def _resume(streams: Streams, orders: Tensor, begun: StreamCheckpoint) -> None:
 
 
 def find_threshold(confidences: Sequence[float], share: float) -> float:
-    """The threshold below which a share of some confidences lies, or a little less where they are equal."""
+    """Return the threshold below which a fraction of the confidences lies; fewer in case of ties."""
     count = round(share * len(confidences))
     if count >= len(confidences):
-        return 1.0  # all of them
-    # A threshold of 1 would let everything pass; the confidence of many images is 1 in single precision.
+        return 1.0
+    # A threshold of 1 would select every image; many confidences round to 1 in single precision.
     return min(sorted(confidences)[count], _BELOW_ONE)
 
 
 def choose_batch(shape: tuple[int, ...], device: torch.device) -> int:
-    """Images in one call of an adapter, by the shape of one.
+    """Return the images per call of an adapter for an image shape.
 
-    It is also the grain of shards: a batch is never cut in two, so that the arithmetic of a shard is that of the whole,
-    bit for bit. On a GPU episodes run in blocks, each size of which is recorded once; large batches of small images
-    leave few odd sizes, and a test set of 10,000 only one.
+    Shards are multiples of it, so that sharding does not change the results, bit for bit. On a GPU, episodes run in
+    blocks, and each block size is recorded once as a graph; large batches of small images leave few odd sizes.
     """
     small, large = kernels.tuning(device).batch
     return small if shape[1] * shape[2] <= 64 * 64 else large
 
 
 def choose_parallel(method: MethodSpec, shape: tuple[int, ...], device: torch.device) -> int | Literal["auto"]:
-    """How many episodes run in parallel: by trial on a GPU, elsewhere by rule.
+    """Return how many episodes run in parallel: measured on a GPU, by rule elsewhere.
 
-    A trial may end differently the next time, and then the last bits of the records do too. On a CPU small views cost
-    more in calls than in arithmetic, so that eight together are faster; large ones are faster one by one.
+    A measurement may vary between runs, and with it the last bits of the records. On a CPU, small views are dominated
+    by call overhead, so eight in parallel are faster; large ones are faster one at a time.
     """
     if kernels.tuning(device).waits:
         return "auto"

@@ -1,18 +1,18 @@
-"""The one seam for acceleration: which operation is taken over, on which device, under which condition.
+"""Dispatch of accelerated kernels: which operation is replaced, on which device, under which condition.
 
-Every operation listed here has a plain torch body where the package uses it, which is the reference. That code first
-offers the operation with `take_over`; the first kernel in `TABLE` that fits computes it, otherwise the plain body does.
-Nothing outside this folder asks for CUDA, Triton or a compiler, and nothing in it imports anything else of the package:
-deleting `cpu` or `cuda` and their rows leaves everything working, only slower. `TESTTIME_KERNELS=off` does the same for
-one process.
+Every operation listed here has a reference implementation in plain torch where it is used. That code first calls
+`take_over`, which runs the first kernel in `TABLE` that accepts the arguments; if there is none, the plain
+implementation runs. Nothing outside this folder depends on CUDA, Triton or a compiler, and nothing inside it imports
+the rest of the package: without `cpu` or `cuda` and their rows everything works, only slower. `TESTTIME_KERNELS=off`
+disables all kernels for one process.
 
     cuda/        Triton, and CUDA C++ compiled by NVRTC, which comes with torch
-    cpu/         C++, compiled once by the machine's own compiler
-    forms.py     other forms of the plain bodies, in torch, that are faster on one device
-    graphs.py    recorded CUDA graphs, and work on a side stream
-    pointers.py  the check that every tensor passes on its way into compiled code
+    cpu/         C++, compiled once by the system compiler
+    forms.py     alternatives to the plain implementations, in torch, faster on one kind of device
+    graphs.py    CUDA graphs, and work on a side stream
+    pointers.py  validation of every tensor that is passed to compiled code
 
-All constants that were tuned by measurement are here; `benchmarks/kernels.py` measures which kernels earn their place.
+All tuned constants are defined here; `benchmarks/kernels.py` measures the gain of each kernel.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ import torch
 from torch import Tensor
 
 CUDA_LARGEST = 2**30
-"""CUDA kernels take tensors of fewer elements."""
+"""CUDA kernels accept tensors of fewer elements."""
 CPU_LARGEST = 2**30
-"""C++ kernels take images of fewer elements, and give such: they count them in 32 bits."""
+"""C++ kernels accept and return images of fewer elements, which they index with 32 bits."""
 CPU_CHANNELS = (16, 32, 64, 128, 256)
-"""Channels that the C++ convolutions of stride 1 are compiled for."""
+"""Channel counts that the C++ convolutions of stride 1 are compiled for."""
 
-_CUDA_CHANNELS = 64  # of the widest filters that the CUDA kernels have a fast form for
-_GROUPED_CHANNELS, _GROUPED_NUMBERS = 64, 2**20  # replicas too small to fill a GPU go through cuDNN as groups
-_UNFOLDED_IMAGES, _UNFOLDED_NUMBERS = 3, 16_384  # of a replica: few and small enough to be one matrix product
-# Winograd's form takes a third of torch's time up to so many channels, for any images. With more, the filters are large
-# and so are their transforms: it takes half of torch's time from so many pixels of a replica on, with fewer no less.
+_CUDA_CHANNELS = 64  # most channels for which the CUDA convolutions are faster
+_GROUPED_CHANNELS, _GROUPED_NUMBERS = 64, 2**20  # replicas too small to fill a GPU run as cuDNN groups
+_UNFOLDED_IMAGES, _UNFOLDED_NUMBERS = 3, 16_384  # per replica: few and small enough for one matrix product
+# Winograd takes a third of torch's time up to this many channels, for any image. With more, the filter transforms are
+# large: it takes half of torch's time from this many pixels per replica, and is no faster below.
 _WINOGRAD_CHANNELS, _WINOGRAD_PIXELS = 128, 1024
-# Filters of more inputs have the C++ form for any stride only where replicas are alike: otherwise torch's is up to
-# three times as fast (256 to 512 channels on 8×8), and no slower for fewer.
+# With more inputs, the strided C++ kernel is used only where replicas share their filters: otherwise torch is up to
+# three times as fast (256 to 512 channels on 8×8).
 _STRIDED_INPUTS = 64
 _TRAINED_CHANNELS = 128  # up to which training on a CPU is known to be faster with the C++ kernels
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is fastest on a kind of device.
+    """The fastest settings for a kind of device.
 
     Attributes:
-        waits: Whether reading a number back makes the host wait for the device.
-        observed: Images of 32×32 pixels in one forward pass.
-        parallel: How many episodes to try in parallel.
-        untried: How many to run in parallel where there are too few images to try.
-        most_pixels: Pixels of views above which more in parallel is no faster; None: what the kernels take at most.
-        batch: Images in one call of an adapter, up to 64×64 pixels and above.
+        waits: Whether reading a value synchronises the host with the device.
+        observed: Images of 32×32 pixels per forward pass.
+        parallel: Candidate numbers of concurrent episodes.
+        untried: Number of concurrent episodes where there are too few images to time the candidates.
+        most_pixels: Pixels of views above which more concurrency is no faster; None: the limit of the kernels.
+        batch: Images per call of an adapter, up to 64×64 pixels and above.
         block: Images of each stream that are read at once.
-        memory: Bytes that streams may take together; None: half of what is free.
-        kept: Numbers that a step keeps of each number of a view, for the backward pass.
+        memory: Bytes for all streams together; None: half of the free memory.
+        kept: Values saved for the backward pass of a step, per value of a view.
     """
 
     waits: bool
@@ -81,12 +81,12 @@ _TUNING = {
 
 
 def tuning(device: torch.device) -> Tuning:
-    """What is fastest on a device."""
+    """Return the settings for a device."""
     return _TUNING["cuda" if device.type == "cuda" else "cpu"]
 
 
 class ConvolutionForm(NamedTuple):
-    """The geometry of a convolution, as `torch.nn.functional.conv2d` takes it."""
+    """The geometry of a convolution: arguments of `torch.nn.functional.conv2d`."""
 
     stride: tuple[int, int]
     padding: Any  # a pair, or "same"
@@ -95,7 +95,7 @@ class ConvolutionForm(NamedTuple):
 
 
 class NormForm(NamedTuple):
-    """GroupNorm with parameters `(S, C)`, with ReLU behind it or not."""
+    """GroupNorm with parameters `(S, C)`, optionally followed by ReLU."""
 
     groups: int
     weight: Any  # None without scale and shift
@@ -105,7 +105,7 @@ class NormForm(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """A convolution of replicas, filters `(S, O, I, k, k)`, and the norm in front of it, if any."""
+    """A convolution of replicas with filters `(S, O, I, k, k)`, and the norm before it, if any."""
 
     weight: Tensor
     norm: NormForm | None = None
@@ -113,12 +113,12 @@ class Convolution(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Who takes an operation over.
+    """An accelerated implementation of an operation.
 
     Attributes:
         code: Module and function below this package.
         fits: Whether it can compute the operation, and is faster, for these arguments.
-        works: Whether it can be used on this machine; asked last, since the first time it may have to compile.
+        works: Whether it can be used on this machine; called last, since the first call may compile.
     """
 
     code: str
@@ -127,13 +127,13 @@ class Kernel(NamedTuple):
 
 
 def take_over(operation: str, *arguments: Any) -> Any:
-    """Compute an operation with whoever takes it over on the device of the first argument; None: nobody does."""
+    """Compute an operation with a kernel for the device of the first argument; None if there is no suitable one."""
     kernel = find(operation, *arguments)
     return None if kernel is None else kernel(*arguments)
 
 
 def find(operation: str, *arguments: Any) -> Callable[..., Any] | None:
-    """The function that would take an operation over, or None."""
+    """Return the kernel that computes an operation for these arguments, or None."""
     for kernel in TABLE.get((operation, arguments[0].device.type), ()):
         if kernel.fits(*arguments) and enabled() and kernel.works():
             return _load(kernel.code)
@@ -141,7 +141,7 @@ def find(operation: str, *arguments: Any) -> Callable[..., Any] | None:
 
 
 def enabled() -> bool:
-    """Whether anything is taken over at all."""
+    """Whether kernels are enabled."""
     return os.environ.get("TESTTIME_KERNELS", "").lower() not in ("off", "0", "false", "no")
 
 
@@ -166,12 +166,12 @@ def _always(*_: Any) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Conditions: they take the arguments of their operation
+# Conditions, called with the arguments of their operation
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def _is_3x3(weight: Tensor, bias: Tensor | None, form: ConvolutionForm) -> bool:
-    """A 3×3 convolution without anything special, the same in rows and columns."""
+    """Whether it is a plain 3×3 convolution, symmetric in rows and columns."""
     return (
         weight.shape[3:] == (3, 3)
         and bias is None
@@ -197,7 +197,7 @@ def _groups_are_faster(x: Tensor, weight: Tensor, bias: Tensor | None, form: Con
 
 
 def _cpu_takes(x: Tensor, channels: int) -> bool:
-    """Whether images x, with so many channels at most on their way, are what the C++ kernels know."""
+    """Whether the C++ kernels accept images x, with at most `channels` channels in any layer."""
     fits = x.dtype == torch.float32 and x.dim() == 4 and x.numel() > 0
     return fits and channels * x.shape[2] * x.shape[3] < CPU_LARGEST
 
@@ -251,7 +251,7 @@ def _cpu_chains(x: Tensor, layers: Sequence[Convolution], *_: Any) -> bool:
     def fits(weight: Tensor, norm: NormForm | None, form: ConvolutionForm) -> bool:
         channels = weight.shape[1]
         return (
-            channels <= _WINOGRAD_CHANNELS  # of more, a chain's filters fill the memory
+            channels <= _WINOGRAD_CHANNELS  # with more, the transformed filters of a chain take too much memory
             and channels == weight.shape[2]
             and channels in CPU_CHANNELS
             and form.stride == form.padding == (1, 1)
@@ -269,7 +269,7 @@ def _cuda_batch_norms(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor 
     if weight is None or x.dim() != 4 or weight.dtype != torch.float32:
         return False
     count, channels = mean.shape
-    # torch refuses a channel of a single number, and says so
+    # torch rejects channels of a single value with an error
     return channels <= 1024 and _is_power_of_2(channels) and count * channels < x.numel() < count * CUDA_LARGEST
 
 
@@ -337,31 +337,31 @@ TABLE: dict[tuple[str, str], tuple[Kernel, ...]] = {
     ("put_rows", "cuda"): (Kernel("cuda.settle:put_rows", _cuda_puts_rows, _has_triton),),
     ("gradient_buffer", "cuda"): (Kernel("cuda.gradient_buffer:GradientBuffer", _always, _has_triton),),
 }
-"""Who takes an operation over on a device, in the order in which they are asked."""
+"""(operation, device) → kernels, in order of preference."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Questions that the rest of the package may ask
+# Queries for the rest of the package
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def has_filters_innermost(stacked: Tensor) -> bool:
-    """Whether stacked filters `(S, O, I, k, k)` are best stored as `(S, k, k, I, O)`, which the CUDA kernels read."""
+    """Whether stacked filters `(S, O, I, k, k)` are best stored as `(S, k, k, I, O)`, as the CUDA kernels read them."""
     return stacked.device.type == "cuda" and stacked.dim() == 5 and enabled()
 
 
 def trains_faster(device: torch.device, channels: int, in_float32: bool) -> bool:
-    """Whether a network of at most so many channels trains faster as a replica of itself than in plain torch."""
+    """Whether a network of at most `channels` channels trains faster as a single replica than in plain torch."""
     if device.type == "cuda":
         return enabled()
     return channels <= _TRAINED_CHANNELS and in_float32 and enabled() and _has_compiler()
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device with memory of its own; 0 for one that shares the host's."""
+    """Return the free bytes of a device with its own memory; 0 for one that shares the host's."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def possibly_any(flags: Tensor) -> bool:
-    """Whether any of the flags is true; also true where only waiting for the device would tell."""
+    """Whether any flag is true; also true on devices where reading the flags would synchronise."""
     return tuning(flags.device).waits or bool(flags.any())

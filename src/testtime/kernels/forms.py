@@ -1,4 +1,4 @@
-"""Other forms of the plain bodies, in torch alone, each faster on one kind of device under its condition."""
+"""Alternatives to the plain implementations, in torch, each faster on one kind of device under its condition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from testtime.kernels import ConvolutionForm, NormForm
 def convolve_grouped(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm, plus: Tensor | None
 ) -> Tensor:
-    """A convolution of all replicas at once, as groups of channels."""
+    """Convolve all replicas at once, as groups of channels."""
     count = len(weight)
     wide = x.unflatten(0, (count, -1)).transpose(0, 1).flatten(1, 2)  # (B, S·I, H, W)
     flat = None if bias is None else bias.to(x.dtype).flatten()
@@ -25,7 +25,7 @@ def convolve_grouped(
 def convolve_unfolded(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm, plus: Tensor | None
 ) -> Tensor:
-    """A convolution as matrix products: for few images of many replicas, where calls cost more than copies."""
+    """Convolve by matrix products: for few images of many replicas, where calls cost more than copies."""
     weight = weight.to(x.dtype)
     padding = (0, 0) if isinstance(form.padding, str) else form.padding
     patches = F.unfold(x, weight.shape[-2:], form.dilation, padding, form.stride)  # (S·B, inputs·k·k, P)
@@ -40,7 +40,7 @@ def convolve_unfolded(
 def convolve_in_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm, plus: Tensor | None
 ) -> Tensor:
-    """A convolution replica by replica, of contiguous images: with channels last torch rearranges wide filters."""
+    """Convolve replica by replica on contiguous images: with channels last, torch reorders wide filters."""
     weight, biases = weight.to(x.dtype), [None] * len(weight) if bias is None else bias.to(x.dtype)
     pieces = zip(x.contiguous().chunk(len(weight)), weight, biases, strict=True)
     y = concatenate([F.conv2d(piece, w, b, *form) for piece, w, b in pieces])
@@ -48,21 +48,21 @@ def convolve_in_rows(
 
 
 def group_norm_by_replica(x: Tensor, norm: NormForm) -> Tensor:
-    """GroupNorm replica by replica, with torch's own scale and shift, which saves two passes over the images."""
+    """GroupNorm replica by replica, with scale and shift inside torch's operator, which saves two passes."""
     weight, bias = norm.weight.to(x.dtype), norm.bias.to(x.dtype)
     if not x.requires_grad:
-        x = x.contiguous()  # with channels last, torch crashes in backward where x needs no gradient
+        x = x.contiguous()  # with channels last, torch crashes in backward if x needs no gradient
     pieces = zip(x.chunk(len(weight)), weight, bias, strict=True)
     y = concatenate([F.group_norm(piece, norm.groups, w, b, norm.eps) for piece, w, b in pieces])
     return F.relu_(y) if norm.relu else y
 
 
 def halve_pairs(x: Tensor, extra: int) -> Tensor:
-    """Means of 2×2 pixels over pairs of rows and columns, whose gradient is a mere copy; zeros in further channels."""
+    """Average 2×2 pixels by reshaping, so that the gradient is a copy, and append `extra` channels of zeros."""
     pairs = x.permute(0, 2, 3, 1).unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (N, h, 2, w, 2, C)
     return F.pad(pairs.mean((2, 4)), (0, extra)).permute(0, 3, 1, 2)
 
 
 def concatenate(pieces: list[Tensor]) -> Tensor:
-    """Pieces as one tensor; a single one is not copied."""
+    """Concatenate tensors; a single one is not copied."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

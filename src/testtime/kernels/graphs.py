@@ -1,6 +1,6 @@
-"""CUDA graphs: a function of tensors, recorded once and replayed without Python.
+"""CUDA graphs: functions of tensors, captured once and replayed without Python.
 
-A step of test-time training is some hundred small kernels; launching them one by one costs more than running them.
+A step of test-time training is about a hundred small kernels; launching them one by one costs more than running them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Result = TypeVar("Result")
 
 
 class Captured:
-    """A function recorded as a CUDA graph.
+    """A function captured as a CUDA graph.
 
-    The function must do the same whatever the numbers are: no branch on a tensor's value, no shape that depends on one.
-    It is run twice for real before it is recorded; the caller undoes what those runs changed. Every tensor that it
-    reads besides its inputs must be kept by the caller: the graph reads its memory, whatever is there by then.
+    The function must not branch on a tensor's value or have shapes that depend on one. It runs twice before it is
+    captured; the caller undoes the effects of these runs. The caller must keep every other tensor that it reads alive:
+    the graph reads its memory directly.
 
     Args:
-        function: Takes tensors, gives a tuple of tensors; everything on one CUDA device.
-        inputs: Tensors of the shapes and dtypes to come.
+        function: Maps tensors to a tuple of tensors, all on one CUDA device.
+        inputs: Examples with the shapes and dtypes of the inputs.
     """
 
     def __init__(self, function: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> None:
@@ -39,12 +39,12 @@ class Captured:
                 function(*self._inputs)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        # "thread_local": another thread may read the next batch to the device meanwhile.
+        # "thread_local": another thread may copy the next batch to the device meanwhile.
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self._outputs = function(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What the function gives for new inputs, in tensors of their own."""
+        """Run the function on new inputs; the outputs are copies."""
         for static, tensor in zip(self._inputs, inputs, strict=True):
             static.copy_(tensor)
         self._graph.replay()
@@ -53,32 +53,32 @@ class Captured:
 
 @functools.cache
 def _recording_stream(device: int) -> torch.cuda.Stream:
-    """Of a high priority, which the graph remembers: what runs beside stands back."""
+    """Return a stream of high priority, which the graph inherits: concurrent work yields to it."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 class Series:
-    """A function recorded as a CUDA graph that goes through a series of inputs by itself.
+    """A function captured as a CUDA graph that iterates over a series of inputs.
 
-    A replay takes the next inputs and writes the next outputs, so that nothing needs to be launched in between.
+    Each replay reads the next inputs and writes the next outputs, so that nothing is launched in between.
 
     Args:
         function: As for `Captured`.
-        length: The most inputs that it takes at a time, at least 2.
-        inputs: Tensors of the shapes and dtypes to come.
+        length: Maximum number of inputs per pass, at least 2.
+        inputs: Examples with the shapes and dtypes of the inputs.
     """
 
     def __init__(self, function: Callable[..., Sequence[Tensor]], length: int, *inputs: Tensor) -> None:
-        assert length >= 2  # Captured tries the function twice
+        assert length >= 2  # Captured runs the function twice first
         self._length = length
         self._inputs = [tensor.unsqueeze(0).repeat(length, *[1] * tensor.dim()) for tensor in inputs]
-        self._outputs = self._inputs[0]  # replaced when the sizes are known
+        self._outputs = self._inputs[0]  # replaced once the sizes are known
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._next = torch.zeros(1, dtype=torch.int64, device=inputs[0].device)
 
         def advance() -> tuple[Tensor, ...]:
             outputs = function(*(tensor.index_select(0, self._next)[0] for tensor in self._inputs))
-            row = torch.cat([output.flatten().view(torch.uint8) for output in outputs])  # of bytes: one launch for all
+            row = torch.cat([output.flatten().view(torch.uint8) for output in outputs])  # bytes: one launch for all
             if not self._forms:
                 self._outputs = row.new_empty(length, len(row))
                 self._forms = [(output.shape, output.dtype) for output in outputs]
@@ -89,7 +89,7 @@ class Series:
         self._captured = Captured(advance)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What the function gives for one after another of the inputs, `(N, ...)` each, in tensors of their own."""
+        """Run the function on each of N inputs, `(N, ...)` each; the outputs are copies."""
         stretches = []
         for given in zip(*(tensor.split(self._length) for tensor in inputs), strict=True):
             self._next.zero_()
@@ -106,35 +106,34 @@ class Series:
 
 
 class Later(Generic[Result]):
-    """What a function gives that may still be running; see `Concurrent.later`."""
+    """The result of a function that may still be running; see `Concurrent.later`."""
 
     def __init__(self, value: Result, side: Concurrent | None = None) -> None:
         self._value, self._side = value, side
 
     def result(self) -> Result:
-        """The value; whatever is launched from now on waits for it."""
+        """Return the value; work launched after this call waits for it."""
         if self._side is not None:
             self._side.wait()
         return self._value
 
 
 class Concurrent:
-    """Functions that run on a second CUDA stream, concurrently with what is launched after them, until `wait`.
+    """Runs functions on a second CUDA stream, concurrently with work launched after them, until `wait`.
 
-    What they read must stay as it is until then: whoever changes it calls `wait` first. On a CPU, and within another
-    such function, they run at once.
+    Their inputs must not change until then. On a CPU, and when nested, functions run immediately.
 
     Args:
-        device: Where.
+        device: The device to run on.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if can_record(device) else None
         self._inside = False
-        self._kept: list[Any] = []  # what is read or written there must not be given to others before that is done
+        self._kept: list[Any] = []  # tensors in use on the stream, whose memory must not be reused before `wait`
 
     def later(self, function: Callable[..., Result], *arguments: Any) -> Later[Result]:
-        """Start a function; its `result` is there after waiting for it."""
+        """Start a function and return a handle to its result."""
         if self._stream is None or self._inside:
             return Later(function(*arguments))
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -148,40 +147,40 @@ class Concurrent:
         return Later(value, self)
 
     def wait(self) -> None:
-        """Let what is launched from now on wait for everything that runs here."""
+        """Make work launched after this call wait for all functions started so far."""
         if self._stream is not None and self._kept and not self._inside:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._kept.clear()
 
 
 def on_side_stream(function: Callable[..., list[Tensor]], device: torch.device) -> Callable[..., list[Tensor]]:
-    """A function for another thread that makes tensors without waiting for what is still running on the device."""
+    """Wrap a function for another thread so that it does not wait for work still running on the device."""
     if device.type != "cuda":
         return function
     stream, main = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-    stream.wait_stream(main)  # which may not have the function's inputs yet
+    stream.wait_stream(main)  # the function's inputs may still be being computed
 
     def run(*arguments: Any) -> list[Tensor]:
         with torch.cuda.stream(stream):
             made = function(*arguments)
         stream.synchronize()
         for tensor in made:
-            tensor.record_stream(main)  # its memory is not to be used again here while that works on it
+            tensor.record_stream(main)  # its memory must not be reused here while the main stream uses it
         return made
 
     return run
 
 
 def can_record(device: torch.device) -> bool:
-    """Whether functions of tensors on a device can be recorded as graphs."""
+    """Whether functions can be captured as graphs on a device."""
     return device.type == "cuda" and enabled()
 
 
 def record(make: Callable[[], Result]) -> Result | None:
-    """Record a graph with a function that makes it; None, after a warning, where recording fails."""
+    """Call a function that captures a graph; None, with a warning, if that fails."""
     try:
         return make()
-    except torch.OutOfMemoryError:  # without a graph it would take as much
+    except torch.OutOfMemoryError:  # without a graph, it would need as much
         raise
     except RuntimeError as error:
         warnings.warn(f"CUDA graph capture failed, continuing without it: {error}", stacklevel=3)

@@ -1,7 +1,7 @@
-"""The one door through which tensors reach compiled code: their address, once they are what the code will touch.
+"""Validation of tensors whose addresses are passed to compiled code.
 
-A kernel in C++, CUDA C++ or Triton gets bare addresses and believes every size it is told. A tensor of another dtype,
-on another device, shorter or in another order would be read and written beyond its end; here it is refused instead.
+Kernels in C++, CUDA C++ and Triton receive raw addresses and sizes. With a tensor of another dtype, device, shape or
+layout they would access memory out of bounds; here it raises an error instead.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ def check(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Tensor:
-    """The tensor itself, if it is what a kernel will touch.
+    """Check that a tensor is what a kernel assumes, and return it.
 
     Args:
         tensor: The tensor.
-        shape: The shape that the kernel takes it to have.
-        layout: How the kernel takes its numbers to lie: "contiguous"; "channels_last" for images `(N, C, H, W)`; or
+        shape: The shape that the kernel assumes.
+        layout: The memory layout that the kernel assumes: "contiguous"; "channels_last" for images `(N, C, H, W)`; or
             "rows", where every entry of the first axis is contiguous and the entries are any distance apart.
-        dtype: What the kernel takes its numbers for.
-        device: Where the kernel runs; None for the CPU.
+        dtype: The dtype that the kernel assumes.
+        device: The device of the kernel; None for the CPU.
 
     Raises:
-        ValueError: It is not that; the kernel must not be called.
+        ValueError: The tensor differs; the kernel must not be called.
     """
     if (not tensor.is_cpu) if device is None else (tensor.device != device):
         raise ValueError(f"A kernel on {device or 'cpu'} got a tensor on {tensor.device}.")
@@ -48,7 +48,7 @@ def check(
     else:
         fits = tensor.is_contiguous()
     if not fits:
-        raise ValueError(f"A kernel for {layout} numbers got strides {tensor.stride()} of shape {tuple(tensor.shape)}.")
+        raise ValueError(f"A kernel for {layout} tensors got strides {tensor.stride()} of shape {tuple(tensor.shape)}.")
     return tensor
 
 
@@ -59,5 +59,5 @@ def pointer(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> int:
-    """The address of a tensor's first number, if it is what a kernel will touch; arguments and errors of `check`."""
+    """Return the address of a tensor after `check`, with the same arguments and errors."""
     return check(tensor, shape, layout, dtype, device).data_ptr()

@@ -1,4 +1,4 @@
-"""Networks with two branches: the Y shape, the paper's ResNets, a model of one's own, many copies of one as one."""
+"""Networks with two branches: `YNet`, the paper's ResNets, wrapped models, and replicas run as one network."""
 
 from testtime.networks.builders import BUILDERS, Builder, build
 from testtime.networks.card import Card, CheckpointError

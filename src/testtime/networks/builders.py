@@ -7,20 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from testtime.networks.card import Card, show
+from testtime.checks import show
+from testtime.networks.card import Card
 from testtime.networks.resnet import Device, resnet18, resnet26, resnet50
 from testtime.networks.ynet import YNet
 
 
 @dataclass(frozen=True)
 class Builder:
-    """How to build a network, and its own defaults.
+    """How to build a network, and its defaults.
 
     Attributes:
         make: The function; a checkpoint stores its arguments.
-        size: Side of the images that the network is made for.
-        crops: Whether it trains on crops of random size, which the card's `augment` describes; otherwise on shifts.
-        recipe: The `Recipe` that it is trained by, as a name of its constructors.
+        size: Default side of the images.
+        crops: Whether training uses crops of random size, described by the card's `augment`, rather than shifts.
+        recipe: Name of the `Recipe` constructor to train it with.
     """
 
     make: Callable[..., YNet]
@@ -29,7 +30,7 @@ class Builder:
     recipe: Literal["cifar", "imagenet"]
 
     def takes(self, argument: str) -> bool:
-        """Whether the function has an argument of that name."""
+        """Whether `make` has an argument of that name."""
         return argument in inspect.signature(self.make).parameters
 
 
@@ -38,14 +39,14 @@ BUILDERS: dict[str, Builder] = {
     "resnet18": Builder(resnet18, 224, crops=True, recipe="imagenet"),
     "resnet50": Builder(resnet50, 224, crops=True, recipe="imagenet"),
 }
-"""By name."""
+"""Architecture name → builder."""
 
 
 def build(card: Card, device: Device = "cpu") -> YNet:
-    """The untrained network that a card describes.
+    """Build the untrained network that a card describes.
 
     Raises:
-        ValueError: There is no such network.
+        ValueError: The architecture or one of its arguments is unknown.
     """
     arguments = dict(card.architecture)
     name = arguments.pop("name", None)

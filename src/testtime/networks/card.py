@@ -1,13 +1,12 @@
-"""What a checkpoint says of its network, and the checks that come before it is believed.
+"""The metadata of a checkpoint, and its validation.
 
-A file may come from anywhere: every field of its card has a type and limits, and its tensors must be those of the
-network, before memory is allocated for one.
+Files are not trusted: every field of a card has a type and limits, and the tensors must match the network before any
+memory is allocated for it.
 """
 
 from __future__ import annotations
 
 import math
-import reprlib
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -18,18 +17,17 @@ import torch
 from torch import Tensor
 
 from testtime import augment as augmentations
-from testtime.storage import FileError, PathLike
+from testtime.checks import show
+from testtime.storage import FileError
 
 KEY, FORMAT = "testtime", 1
-"""What marks a network's file, and the version of its description."""
+"""Metadata key of a network's file, and the version of its format."""
 LARGEST_SIZE = 65_536
-"""The most pixels of an image's side, and the most channels."""
+"""Maximum side of an image in pixels, and maximum number of channels."""
 _LONGEST_TEXT = 1_000
 _DEEPEST = 50
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _AUGMENTATIONS = ("crop-flip", "resized-crop-flip")
-_show = reprlib.Repr()
-_show.maxstring, _show.maxother, _show.maxdict = 100, 100, 10
 
 
 class CheckpointError(FileError):
@@ -38,20 +36,20 @@ class CheckpointError(FileError):
 
 @dataclass(frozen=True)
 class Card:
-    """What a checkpoint says of its network besides the weights.
+    """The metadata of a network.
 
     Attributes:
-        architecture: The builder's name and arguments; empty for a network that only its owner can build.
-        classes: Names of the classes, in the order of the logits; empty if they were never named.
-        size: Side of the images it was trained on, in pixels.
+        architecture: The builder's name and arguments; empty for a custom model.
+        classes: Class names in the order of the logits; empty if unknown.
+        size: Side of the training images in pixels.
         mean: Mean of each channel, on pixels in [0, 1].
         std: Standard deviation of each channel, on pixels in [0, 1].
         task: Name of the self-supervised task.
-        augment: Name and arguments of the training augmentation, which is also the test-time one.
-        record: How it was trained: settings, data, seeds, loss and error by epoch.
+        augment: Name and arguments of the augmentation for training and adaptation.
+        record: The training record: settings, data, seeds, loss and error by epoch.
 
     Raises:
-        ValueError: A field is of the wrong type or beyond its limits.
+        ValueError: A field has the wrong type or is out of range.
     """
 
     architecture: dict[str, Any] = field(default_factory=dict)
@@ -79,16 +77,11 @@ class Card:
         _check_augment(self.augment)
 
 
-def show(value: object) -> str:
-    """`repr` of a value from a file, shortened."""
-    return _show.repr(value)
-
-
 def check_integer(name: str, value: object, most: int) -> None:
     """Check that a value is an integer from 1 to `most`.
 
     Raises:
-        ValueError: It is not; the message names it.
+        ValueError: It is not; the message contains `name`.
     """
     if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= int(value) <= most:
         raise ValueError(f"`{name}` must be an integer from 1 to {most:,}, got {show(value)}.")
@@ -97,7 +90,7 @@ def check_integer(name: str, value: object, most: int) -> None:
 def _make_tuple(name: str, values: Any) -> tuple[Any, ...]:
     if isinstance(values, (str, Mapping)) or not isinstance(values, Iterable):
         raise ValueError(f"`{name}` must be a list, got {show(values)}.")
-    return tuple(value.item() if hasattr(value, "item") else value for value in values)  # of an array or a tensor
+    return tuple(value.item() if hasattr(value, "item") else value for value in values)  # an array or a tensor
 
 
 def _check_numbers(name: str, values: tuple[Any, ...], low: float, high: float) -> None:
@@ -106,7 +99,7 @@ def _check_numbers(name: str, values: tuple[Any, ...], low: float, high: float) 
     )
     if not (1 <= len(values) <= LARGEST_SIZE and all(sound)):
         raise ValueError(
-            f"`{name}` must be numbers from {low:g} to {high:g}, one or one a channel, got {show(values)}."
+            f"`{name}` must be one number from {low:g} to {high:g}, or one per channel, got {show(values)}."
         )
 
 
@@ -118,7 +111,7 @@ def _check_text(name: str, text: object) -> None:
 
 
 def _check_augment(augment: Mapping[str, Any]) -> None:
-    """An augmentation of this package must be one that can be made; others are their owner's."""
+    """Check that an augmentation of this package can be built; custom ones are only checked for range."""
     values = [inner for one in augment.values() for inner in (one if isinstance(one, (list, tuple)) else [one])]
     sound = all(abs(value) <= LARGEST_SIZE for value in values if isinstance(value, (int, float)))
     name = augment.get("name", "")
@@ -128,14 +121,14 @@ def _check_augment(augment: Mapping[str, Any]) -> None:
         except (TypeError, ValueError):
             sound = False
     if not sound or not isinstance(name, str):
-        raise ValueError(f"`augment` must be the name and the arguments of an augmentation, got {show(augment)}.")
+        raise ValueError(f"`augment` must be the name and arguments of an augmentation, got {show(augment)}.")
 
 
 def read_card(about: Mapping[str, Any]) -> Card:
-    """The card that the description of a file holds.
+    """Parse the description of a file.
 
     Raises:
-        ValueError: A field is missing, unknown or not what it should be.
+        ValueError: A field is missing, unknown or invalid.
     """
     check_plain(about)
     known = {one.name for one in fields(Card)}
@@ -148,22 +141,11 @@ def read_card(about: Mapping[str, Any]) -> Card:
     return Card(**about)
 
 
-def check_format(path: PathLike, found: object, known: int) -> None:
-    """Check the number of a file's format; "1", 1.0 and True are not 1.
-
-    Raises:
-        CheckpointError: It is another.
-    """
-    if type(found) is not int or found != known:
-        fault = f"of format {show(found)}, this version of testtime reads format {known}"
-        raise CheckpointError(path, fault, "use the version that wrote it")
-
-
 def check_plain(description: object) -> None:
-    """Check that a description can be worked with: its numbers are finite, and it is not nested too deeply.
+    """Check that the numbers of a description are finite, and that it is not nested too deeply.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: One is not, or it is.
     """
     level = [description]
     for _ in range(_DEEPEST):
@@ -182,14 +164,14 @@ def _list_inner(value: object) -> Iterable[object]:
 
 
 def compare_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Check that tensors from a file can take the place of others; floats may be of another precision.
+    """Check that tensors from a file can replace others; floating-point dtypes may differ.
 
     Args:
         found: The tensors of the file, by name.
-        wanted: The tensors to replace, by name; their numbers are not read.
+        wanted: The tensors to replace, by name; their values are not read.
 
     Raises:
-        ValueError: One is missing, unknown, of another shape or type, or has numbers that are not finite.
+        ValueError: One is missing, unknown, of another shape or dtype, or has values that are not finite.
     """
     for name in sorted(found.keys() | wanted.keys()):
         if name not in found:
@@ -201,6 +183,6 @@ def compare_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
             shapes = f"{show(tuple(tensor.shape))}, the network needs {tuple(own.shape)}"
             raise ValueError(f"tensor {show(name)} has shape {shapes}")
         if tensor.dtype != own.dtype and not (tensor.dtype in _FLOATS and own.dtype in _FLOATS):
-            raise ValueError(f"tensor {show(name)} is of type {tensor.dtype}, the network needs {own.dtype}")
+            raise ValueError(f"tensor {show(name)} has dtype {tensor.dtype}, the network needs {own.dtype}")
         if not torch.isfinite(tensor.to(own.dtype)).all():
             raise ValueError(f"tensor {show(name)} has values that are not finite")

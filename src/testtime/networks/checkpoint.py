@@ -1,4 +1,4 @@
-"""Networks from files: those that `YNet.save` wrote, and those that are bundled with the package."""
+"""Load networks: files written by `YNet.save`, and those bundled with the package."""
 
 from __future__ import annotations
 
@@ -9,17 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from testtime.checks import check_format, show
 from testtime.networks.builders import build
-from testtime.networks.card import (
-    FORMAT,
-    KEY,
-    Card,
-    CheckpointError,
-    check_format,
-    compare_tensors,
-    read_card,
-    show,
-)
+from testtime.networks.card import FORMAT, KEY, Card, CheckpointError, compare_tensors, read_card
 from testtime.networks.ynet import YNet, refuse_lazy_layers
 from testtime.storage import FileError
 from testtime.tensorfile import read_tensors
@@ -28,21 +20,21 @@ WEIGHTS = Path(__file__).parent.parent / "weights"
 
 
 def load(source: str | Path, net: YNet | None = None) -> YNet:
-    """Read a network from a checkpoint file, or a bundled one by its name.
+    """Load a network from a checkpoint file, or a bundled one by name.
 
-    Nothing is allocated, and nothing of `net` changed, before the file is known to fit.
+    The file is validated before memory is allocated or `net` is changed.
 
     Args:
-        source: Path of a file that `YNet.save` wrote, or a name from `bundled()`.
-        net: The network to read the weights into; needed only for one that `split` made of the user's own model.
+        source: Path of a file written by `YNet.save`, or a name from `bundled()`.
+        net: The network to load the weights into; needed only for a custom model, made by `split` or `YNet`.
 
     Raises:
-        CheckpointError: The file is missing, damaged, foreign, or does not fit `net`.
+        CheckpointError: The file is missing, damaged, of another kind, or does not fit `net`.
     """
     path = find_checkpoint(source)
     card, tensors = read_checkpoint(path)
     if net is None and not card.architecture:
-        raise CheckpointError(path, "a network made of a custom model", "build it again as `net` and call load(…, net)")
+        raise CheckpointError(path, "a network with a custom model", "build it as `net` and call load(…, net)")
     try:
         if net is None:
             net = _build(card, tensors)
@@ -60,27 +52,27 @@ def load(source: str | Path, net: YNet | None = None) -> YNet:
 
 
 def bundled() -> tuple[str, ...]:
-    """Names of the trained networks that are bundled with the package."""
+    """Return the names of the trained networks bundled with the package."""
     return tuple(sorted(path.stem for path in WEIGHTS.glob("*.safetensors")))
 
 
 def find_checkpoint(source: str | Path) -> Path:
-    """The file of a network, by its path or as the name of a bundled one."""
+    """Return the path of a network's file, given its path or the name of a bundled network."""
     if not os.path.isfile(source) and str(source) in bundled():
         return WEIGHTS / f"{source}.safetensors"
     return Path(source)
 
 
 def read_checkpoint(path: Path) -> tuple[Card, dict[str, Tensor]]:
-    """Card and tensors of a network's file, which need not be one that this package can build.
+    """Read the card and tensors of a network's file, also of a custom model.
 
     Raises:
-        CheckpointError: The file is missing, damaged or foreign.
+        CheckpointError: The file is missing, damaged or of another kind.
     """
     try:
         about, tensors = read_tensors(path, KEY)
         if about is None:
-            raise ValueError("a safetensors file, but not a network of testtime")
+            raise ValueError("a safetensors file, but not a testtime network")
         check_format(path, about.pop("format", None), FORMAT)
         return read_card(about), tensors
     except CheckpointError:
@@ -93,10 +85,10 @@ def read_checkpoint(path: Path) -> tuple[Card, dict[str, Tensor]]:
 
 
 def _build(card: Card, tensors: dict[str, Tensor]) -> YNet:
-    """The network that a card describes, its weights not yet set, once the tensors are known to be its own.
+    """Build the network that a card describes, with uninitialised weights, after checking that the tensors fit it.
 
     Raises:
-        ValueError: They are not.
+        ValueError: They do not.
     """
     depth = card.architecture.get("depth")
     if isinstance(depth, int) and depth > len(tensors):
@@ -110,12 +102,12 @@ def _build(card: Card, tensors: dict[str, Tensor]) -> YNet:
 
 
 def _compare_cards(card: Card, own: Card) -> None:
-    """Check that a network's own card does not contradict the card of a file."""
+    """Check that the card of a file is compatible with a network's own."""
     if (card.mean, card.std) != (own.mean, own.std):
         raise ValueError(
             f"saved with normalisation mean {show(card.mean)}, std {show(card.std)}; "
             f"this network has mean {own.mean}, std {own.std}"
         )
-    there, here = ({**one.architecture, "size": None} for one in (card, own))  # the network takes any size
+    there, here = ({**one.architecture, "size": None} for one in (card, own))  # networks accept any size
     if card.architecture and own.architecture and there != here:
         raise ValueError(f"its architecture is {show(card.architecture)}, this network's {show(own.architecture)}")

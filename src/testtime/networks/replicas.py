@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -24,6 +24,7 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from testtime import kernels
+from testtime.networks.packed import PackedParameters
 from testtime.networks.stacked import NORMS, BatchNorm, Stacking, find_unknown_layer, stack_layers
 from testtime.networks.ynet import YNet
 from testtime.precision import arithmetic
@@ -81,19 +82,14 @@ class Replicas:
             inner = self.parts[name].inner
             for key, tensor in [*inner.named_parameters(), *inner.named_buffers()]:
                 self.tensors[f"{name}.{key}"] = tensor
-        parameters = [item for item in self.tensors.items() if isinstance(item[1], nn.Parameter)]
-        # Those of an odd length last: cuDNN wants filters to begin at multiples of 16 bytes.
-        self._parameters = dict(sorted(parameters, key=lambda item: item[1][0].numel() % 4 != 0))
-        self.numbers = self.pack(self._parameters)  # all parameters, (S, P): a row is a replica
-        for name, stored in self.unpack(self.numbers).items():
-            self._parameters[name].data = stored
+        parameters = {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
+        self.packed = PackedParameters(parameters, count, self._mean.device)
         buffers = [tensor for tensor in self.tensors.values() if not isinstance(tensor, nn.Parameter)]
-        self.pieces = [self.numbers, *buffers]
+        self.pieces = [self.packed.numbers, *buffers]
         """Everything that can change, `(S, ...)` each."""
         self.has_statistics = False
         """Whether some of it changes as images go through, see `learning`."""
         self.use_statistics("running")
-        self._buffer = kernels.take_over("gradient_buffer", self.numbers)
 
     def encode(self, images: Tensor) -> Tensor:
         """Features `(S, B, ...)` of images `(S, B, C, H, W)`."""
@@ -158,7 +154,7 @@ class Replicas:
     def parameters(self, parts: Iterable[Part], norms_only: bool = False) -> dict[str, Tensor]:
         """The stacked parameters `(S, ...)` of some parts by name, without buffers; or those of their norms alone."""
         prefixes = tuple(f"{part}." for part in parts)
-        found = {name: tensor for name, tensor in self._parameters.items() if name.startswith(prefixes)}
+        found = {name: tensor for name, tensor in self.packed.parameters.items() if name.startswith(prefixes)}
         if not norms_only:
             return found
         modules = [module for part in self.parts.values() for module in part.modules() if isinstance(module, NORMS)]
@@ -170,46 +166,6 @@ class Replicas:
         made = Replicas(*self._given)
         made.use_statistics(self._statistics)
         return made
-
-    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Tensors of the parameters' names and shapes, `(S, ...)` each, as one tensor `(S, P)`; P is rounded up."""
-        rows = [_channels_innermost(tensors[name]).reshape(self.count, -1) for name in self._parameters]
-        if not rows:
-            return torch.zeros(self.count, 0, dtype=torch.float32, device=self._mean.device)
-        missing = -sum(row.shape[1] for row in rows) % 64  # so that every replica's begins as the first one's does
-        return torch.cat([*rows, rows[0].new_zeros(self.count, missing)] if missing else rows, dim=1)
-
-    def gradient(self, loss: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """A loss, as a function that computes it, and its gradient by all parameters, as `pack` puts them.
-
-        The gradient by a parameter that the loss does not depend on is zero.
-        """
-        if self._buffer is None:
-            value = loss()
-            gradients = torch.autograd.grad(value, list(self._parameters.values()), materialize_grads=True)
-            return value.detach(), self.pack(dict(zip(self._parameters, gradients, strict=True)))
-        with self._buffer as buffer:
-            value = loss()
-            buffer.begin()
-            gradients = torch.autograd.grad(value, list(self._parameters.values()), allow_unused=True)
-            result = buffer.collect()
-        for place, gradient in zip(self.unpack(result).values(), gradients, strict=True):
-            if gradient is not None:
-                place += gradient
-        return value.detach(), result
-
-    def unpack(self, numbers: Tensor) -> dict[str, Tensor]:
-        """Views into one tensor `(S, P)` by the parameters' names, each of its parameter's shape.
-
-        Filters may lie in it with their channels innermost, as kernels read them; the views hide that.
-        """
-        views, place = {}, 0
-        for name, parameter in self._parameters.items():
-            shape, size = _channels_innermost(parameter).shape, parameter[0].numel()
-            piece = numbers[:, place : place + size].reshape(shape)
-            views[name] = piece if shape == parameter.shape else piece.permute(0, 4, 3, 1, 2)
-            place += size
-        return views
 
     def read(self, index: int) -> dict[str, Tensor]:
         """A copy of one replica's tensors, by their names in the network."""
@@ -226,11 +182,6 @@ def put_rows(piece: Tensor, old: Tensor, rows: Tensor) -> None:
     """Where `rows`, bool `(S,)`, is true, set a tensor `(S, ...)` to an old one; the others keep every bit."""
     if kernels.take_over("put_rows", piece, old, rows) is None:
         piece.copy_(torch.where(rows.view(-1, *[1] * (piece.dim() - 1)), old, piece))
-
-
-def _channels_innermost(stacked: Tensor) -> Tensor:
-    """Filters `(S, O, I, k, k)` as `(S, k, k, I, O)` where kernels read them so; anything else as it is."""
-    return stacked.permute(0, 3, 4, 2, 1) if kernels.has_filters_innermost(stacked) else stacked
 
 
 class _Plain(nn.Module):

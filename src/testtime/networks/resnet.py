@@ -1,8 +1,8 @@
 """The paper's residual networks, built as `YNet`s (paper, section 3, "Network details").
 
-`resnet26` is the CIFAR network: pre-activation basic blocks in three groups, split behind the second. `resnet18` and
-`resnet50` are the ImageNet ones: post-activation blocks in four groups, split behind the third. Group Normalization is
-the paper's choice, because a batch made of one image has no useful batch statistics; Batch Normalization the variant.
+`resnet26` is the CIFAR network: pre-activation basic blocks in three groups, split after the second. `resnet18` and
+`resnet50` are the ImageNet networks: post-activation blocks in four groups, split after the third. The paper uses Group
+Normalization, because the batch statistics of a single image are useless; Batch Normalization is the alternative.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from testtime.networks.card import LARGEST_SIZE, Card, check_integer, show
+from testtime.checks import show
+from testtime.networks.card import LARGEST_SIZE, Card, check_integer
 from testtime.networks.ynet import YNet
 
 Norm = Literal["group", "batch"]
@@ -30,32 +31,32 @@ _MOST = {
     "channels": LARGEST_SIZE,
     "size": LARGEST_SIZE,
 }
-_DTYPE = torch.float32  # of every layer, whatever torch's default is
+_DTYPE = torch.float32  # of every layer, whatever torch's default dtype
 
 
 class GroupNormReLU(nn.GroupNorm):
-    """GroupNorm and the ReLU behind it as one layer, so that both can be computed in one go."""
+    """GroupNorm followed by ReLU, as one layer that a kernel can fuse."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # torch calls the argument `input`
         return F.relu(super().forward(x))
 
 
 class BatchNormReLU(nn.Sequential):
-    """BatchNorm and the ReLU behind it as one layer, so that both can be computed in one go."""
+    """BatchNorm followed by ReLU, as one layer that a kernel can fuse."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(nn.BatchNorm2d(channels, dtype=_DTYPE), nn.ReLU())
 
 
 class AddingConv2d(nn.Conv2d):
-    """A convolution and the shortcut added to it as one layer, so that both can be computed in one go."""
+    """Convolution plus shortcut, as one layer that a kernel can fuse."""
 
     def forward(self, x: Tensor, shortcut: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x) + shortcut
 
 
 class ZeroPadShortcut(nn.Module):
-    """The parameter-free shortcut of a strided block: 2×2 average pooling, missing channels are zeros."""
+    """The parameter-free shortcut of a strided block: average pooling and zero-padded channels."""
 
     def __init__(self, stride: int, extra: int) -> None:
         super().__init__()
@@ -63,12 +64,12 @@ class ZeroPadShortcut(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.stride > 1:
-            x = F.avg_pool2d(x, self.stride, ceil_mode=True)  # ceil: as the strided convolution rounds
+            x = F.avg_pool2d(x, self.stride, ceil_mode=True)  # rounds sizes as the strided convolution does
         return F.pad(x, (0, 0, 0, 0, 0, self.extra))
 
 
 class PreActivationBlock(nn.Module):
-    """Norm, ReLU, 3×3 convolution, twice, around a shortcut."""
+    """Two times norm, ReLU and 3×3 convolution, with a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class PreActivationBlock(nn.Module):
 
 
 class PostActivationBlock(nn.Module):
-    """ResNet-18's basic block or, with `bottleneck`, ResNet-50's block with three convolutions."""
+    """ResNet-18's basic block or, with `bottleneck`, ResNet-50's block of three convolutions."""
 
     def __init__(self, inputs: int, width: int, stride: int, norm: Norm, bottleneck: bool) -> None:
         super().__init__()
@@ -94,9 +95,9 @@ class PostActivationBlock(nn.Module):
         if bottleneck:
             shapes = [(inputs, width, 1, 1), (width, width, 3, stride), (width, outputs, 1, 1)]
         self.layers = nn.Sequential()
-        for place, (ins, outs, kernel, step) in enumerate(shapes):
+        for index, (ins, outs, kernel, step) in enumerate(shapes):
             self.layers.append(nn.Conv2d(ins, outs, kernel, step, padding=kernel // 2, bias=False, dtype=_DTYPE))
-            between = place < len(shapes) - 1
+            between = index < len(shapes) - 1
             self.layers.append(_norm_relu(norm, outs, groups=32) if between else _norm(norm, outs, groups=32))
         self.shortcut = nn.Identity()
         if stride > 1 or inputs != outputs:
@@ -120,21 +121,21 @@ def resnet26(
     seed: int = 0,
     device: Device = "cpu",
 ) -> YNet:
-    """The paper's CIFAR network; also the small one of the demo, with another depth.
+    """Build the paper's CIFAR network; the demo uses a shallower one.
 
     Args:
         classes: Number of classes.
         norm: "group" (8 groups) or "batch".
-        width: Multiplies the 16, 32, 64 channels of the three groups.
+        width: Multiplier of the 16, 32 and 64 channels of the three groups.
         channels: Channels of the images.
-        depth: Any 6n + 2: n blocks of two convolutions in each group.
-        size: Side of the images it is meant for; the network itself takes any.
+        depth: 6n + 2, for n blocks of two convolutions per group.
+        size: Side of the images; recorded on the card, the network accepts any.
         outputs: Outputs of the self-supervised branch.
         seed: Seed of the initial weights, which are the same on every device.
-        device: Where the network is made; "meta" gives shapes without numbers.
+        device: Device of the parameters; "meta" for shapes without values.
 
     Raises:
-        ValueError: There is no such network.
+        ValueError: An argument is out of range.
     """
     _check(norm, classes=classes, width=width, channels=channels, depth=depth, size=size, outputs=outputs)
     if depth < 8 or (depth - 2) % 6:
@@ -177,18 +178,18 @@ def resnet18(
     seed: int = 0,
     device: Device = "cpu",
 ) -> YNet:
-    """The paper's ImageNet network: 18 layers, split behind the third group.
+    """Build the paper's ImageNet network: 18 layers, split after the third group.
 
     Args:
         classes: Number of classes.
         norm: "group" (32 groups) or "batch".
-        size: Side of the images it is meant for; the network itself takes any.
+        size: Side of the images; recorded on the card, the network accepts any.
         outputs: Outputs of the self-supervised branch.
         seed: Seed of the initial weights, which are the same on every device.
-        device: Where the network is made; "meta" gives shapes without numbers.
+        device: Device of the parameters; "meta" for shapes without values.
 
     Raises:
-        ValueError: There is no such network.
+        ValueError: An argument is out of range.
     """
     return _imagenet_resnet("resnet18", [2, 2, 2, 2], False, classes, norm, size, outputs, seed, device)
 
@@ -202,7 +203,7 @@ def resnet50(
     seed: int = 0,
     device: Device = "cpu",
 ) -> YNet:
-    """The 50-layer ImageNet network with bottleneck blocks; arguments as for `resnet18`."""
+    """Build the 50-layer ImageNet network with bottleneck blocks; arguments as for `resnet18`."""
     return _imagenet_resnet("resnet50", [3, 4, 6, 3], True, classes, norm, size, outputs, seed, device)
 
 
@@ -251,18 +252,18 @@ def _imagenet_resnet(
 
 @contextlib.contextmanager
 def _building(seed: int, device: Device) -> Iterator[None]:
-    """Make layers with weights of a seed on the CPU, or without weights, whatever torch's defaults are."""
-    place = "meta" if torch.device(device).type == "meta" else "cpu"
-    with torch.random.fork_rng(devices=[]), torch.device(place), torch.inference_mode(False):
+    """Initialise layers from a seed on the CPU, or on the meta device, whatever torch's defaults."""
+    built_on = "meta" if torch.device(device).type == "meta" else "cpu"
+    with torch.random.fork_rng(devices=[]), torch.device(built_on), torch.inference_mode(False):
         torch.manual_seed(seed)
         yield
 
 
 def _assemble(encoder: nn.Module, trunk: nn.Sequential, features: int, classes: int, outputs: int, card: Card) -> YNet:
     for module in [*encoder.modules(), *trunk.modules()]:
-        if isinstance(module, nn.Conv2d) and not module.weight.is_meta:  # there it imports a compiler, for nothing
+        if isinstance(module, nn.Conv2d) and not module.weight.is_meta:  # on meta, it would import a compiler
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    # θs starts as a copy of θm but for its last layer.
+    # θs starts as a copy of θm, except for the last layer.
     classifier = nn.Sequential(*trunk, nn.Linear(features, classes, dtype=_DTYPE))
     ssl = nn.Sequential(*copy.deepcopy(trunk), nn.Linear(features, outputs, dtype=_DTYPE))
     return YNet(encoder, classifier, ssl, card)

@@ -1,7 +1,7 @@
-"""Layers with a set of parameters for each replica, in plain torch (see replicas.py).
+"""Layers with one set of parameters per replica, in plain torch (see replicas.py).
 
-The batches of S replicas come concatenated, `(S·B, ...)`; each layer uses another set of its parameters, which are
-stacked to `(S, *shape)`, for every B images. What is faster than the plain bodies here takes over at `kernels`.
+The batches of S replicas are concatenated, `(S·B, ...)`; parameters are stacked, `(S, *shape)`, and each layer applies
+one set to every B images. `kernels` replaces these implementations where it has faster ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from testtime.networks.resnet import AddingConv2d, BatchNormReLU, GroupNormReLU,
 
 
 class Stacking:
-    """Makes stacked tensors `(S, *shape)` of a module's tensors; what was one tensor in two places stays one."""
+    """Stacks tensors of a module to `(S, *shape)`; a shared tensor stays shared."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -34,12 +34,12 @@ class Stacking:
             stacked = tensor.detach().unsqueeze(0).repeat(self.count, *[1] * tensor.dim())
             if isinstance(tensor, nn.Parameter):
                 stacked = nn.Parameter(stacked, requires_grad=False)
-            self.made[id(tensor)] = tensor, stacked  # the original as well: its id must not be given away
+            self.made[id(tensor)] = tensor, stacked  # the original too, so that its id is not reused
         return self.made[id(tensor)][1]
 
 
 class _Conv2d(nn.Module):
-    """Convolution, with something added to it or not."""
+    """Convolution, with an optional shortcut."""
 
     def __init__(self, layer: nn.Conv2d, stack: Stacking) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _Conv2d(nn.Module):
 
 
 class _GroupNorm(nn.Module):
-    """GroupNorm, with ReLU behind it or not."""
+    """GroupNorm, optionally followed by ReLU."""
 
     def __init__(self, layer: nn.GroupNorm, stack: Stacking) -> None:
         super().__init__()
@@ -79,13 +79,13 @@ class _GroupNorm(nn.Module):
         return F.relu_(y) if self.relu else y
 
     def fork(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The result, and x for another use, whose gradient is added in the backward pass."""
+        """Return the result and x, so that the backward pass can fuse the sum of both gradients."""
         forked = kernels.take_over("fork_group_norm", x, self.form)
         return (self(x), x) if forked is None else forked
 
 
 class BatchNorm(nn.Module):
-    """BatchNorm with statistics of its own for each replica, with ReLU behind it or not."""
+    """BatchNorm with separate statistics per replica, optionally followed by ReLU."""
 
     running_mean: Tensor
     running_var: Tensor
@@ -109,7 +109,7 @@ class BatchNorm(nn.Module):
             y = kernels.take_over("batch_norm", x, *statistics, self.weight, self.bias, *rest, self.relu)
             if y is not None:
                 return y
-            mean, variance = (tensor.view(-1) for tensor in statistics)  # views: they are updated in place
+            mean, variance = (tensor.view(-1) for tensor in statistics)  # views, updated in place
         wide = x.unflatten(0, (count, -1)).transpose(0, 1).flatten(1, 2)  # (B, S·C, ...)
         weight, bias = (None if t is None else t.flatten() for t in (self.weight, self.bias))
         wide = F.batch_norm(wide, mean, variance, weight, bias, *rest)
@@ -118,7 +118,7 @@ class BatchNorm(nn.Module):
 
 
 class _BatchNormReLU(nn.Sequential):
-    """BatchNorm and the ReLU behind it; its tensors have the names of the layer's own."""
+    """BatchNorm followed by ReLU, with the parameter names of `BatchNormReLU`."""
 
     def __init__(self, layer: BatchNormReLU, stack: Stacking) -> None:
         norm = layer[0]
@@ -158,7 +158,7 @@ class Linear(nn.Module):
 
 
 class _Shortcut(nn.Module):
-    """The shortcut of a strided block, which has no parameters."""
+    """The parameter-free shortcut of a strided block."""
 
     def __init__(self, layer: ZeroPadShortcut, stack: Stacking) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class _Shortcut(nn.Module):
 
 
 class _Branch(nn.Sequential):
-    """Layers that end with the mean over all pixels and a linear layer."""
+    """Layers that end with global average pooling and a linear layer."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # torch calls the argument `input`
         *body, pool, flatten, linear = self
@@ -197,13 +197,13 @@ class _PreActivationBlock(nn.Module):
         return self.conv2(self.norm2(self.conv1(y)), self.shortcut(x))
 
     def convolutions(self) -> list[Convolution]:
-        """Its convolutions with the norms in front of them; none where those are not GroupNorm."""
+        """Return its convolutions with the norms before them; none unless those are GroupNorm."""
         pairs: list[tuple[Any, Any]] = [(self.norm1, self.conv1), (self.norm2, self.conv2)]
         return [Convolution(conv.weight, norm.form, conv.form) for norm, conv in pairs if isinstance(norm, _GroupNorm)]
 
 
 class _Blocks(nn.Sequential):
-    """Some of those blocks, of which all but a strided first half may be computed as one chain."""
+    """A sequence of these blocks, which may be computed as one chain, except for a strided first convolution."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # torch calls the argument `input`
         first, *_ = blocks = [block for block in self if isinstance(block, _PreActivationBlock)]
@@ -227,7 +227,7 @@ def _concatenate(pieces: list[Tensor]) -> Tensor:
 
 
 def _scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: int = 1) -> Tensor:
-    """x `(S·B, ...)` times weight plus bias, `(S, C)` each, along the channel axis."""
+    """Return x `(S·B, ...)` times weight plus bias, `(S, C)` each, along the channel axis."""
     if weight is None:
         return x
     shape = [len(weight), 1] + [1] * (x.dim() - 1)
@@ -257,7 +257,7 @@ NORMS = (_GroupNorm, BatchNorm, _LayerNorm, nn.GroupNorm, nn.LayerNorm, nn.modul
 
 
 def find_unknown_layer(module: nn.Module) -> str | None:
-    """Why a module cannot be stacked layer by layer, or None if all layers with parameters are known."""
+    """Return why a module cannot be stacked layer by layer, or None if it can."""
     for name, layer in module.named_modules():
         tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
         if type(layer) not in _STACKED:
@@ -276,7 +276,7 @@ def find_unknown_layer(module: nn.Module) -> str | None:
 
 
 def stack_layers(module: nn.Module, stack: Stacking) -> nn.Module:
-    """The module with every layer that has parameters replaced by its stacked form; all other code is kept."""
+    """Replace every layer with parameters by its stacked form; all other code is unchanged."""
     if type(module) in _STACKED:
         if id(module) not in stack.layers:
             stack.layers[id(module)] = module, _STACKED[type(module)](module, stack).eval()
@@ -285,7 +285,7 @@ def stack_layers(module: nn.Module, stack: Stacking) -> nn.Module:
         return _Blocks(OrderedDict((name, stack_layers(child, stack)) for name, child in module.named_children()))
     if _is_branch(module):
         return _Branch(OrderedDict((name, stack_layers(child, stack)) for name, child in module.named_children()))
-    for name, child in module._modules.items():  # not named_children: a layer in two places must be replaced in both
+    for name, child in module._modules.items():  # not named_children, which skips repeated layers
         module._modules[name] = None if child is None else stack_layers(child, stack)
     return module
 
@@ -299,7 +299,7 @@ def _is_branch(module: nn.Module) -> bool:
     *_, pool, flatten, linear = [None] * 3 + list(module._modules.values())
     return (
         type(module) is nn.Sequential
-        and len(list(module.children())) == len(module)  # no layer in two places
+        and len(list(module.children())) == len(module)  # no layer twice
         and type(pool) is nn.AdaptiveAvgPool2d
         and pool.output_size in (1, (1, 1))
         and type(flatten) is nn.Flatten

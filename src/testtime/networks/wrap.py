@@ -1,4 +1,4 @@
-"""A model the user has as a `YNet`: cut behind one of its layers, with a second branch."""
+"""Wrap any model as a `YNet`, by splitting it after one of its layers and adding a second branch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from testtime.networks.card import Card
 from testtime.networks.ynet import YNet, refuse_lazy_layers
 
 
-@torch.inference_mode(False)  # so that the parts can be trained wherever they are made
+@torch.inference_mode(False)  # so that the parts can be trained
 def split(
     model: nn.Module,
     at: str,
@@ -28,37 +28,37 @@ def split(
     augment: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> YNet:
-    """Make a `YNet` of a model the user has, cut behind one of its layers.
+    """Make a `YNet` from any model, split after one of its layers.
 
-    The model itself is left as it is. The classifier branch is everything behind the cut; the self-supervised branch
-    is a copy of that with a new last layer. The new layer is random: train the network jointly before adapting it.
+    The model is not changed. The classifier branch is everything after the split; the self-supervised branch is a copy
+    of it with a new last layer, which is initialised at random: train the network jointly before adapting it.
 
     Args:
-        model: A classifier whose computation `torch.fx` can trace, and in which one tensor crosses the cut.
-        at: Name of the layer (as in `model.named_modules()`) that ends the shared encoder.
+        model: A classifier that `torch.fx` can trace, and in which a single tensor crosses the split.
+        at: Name of the last layer of the shared encoder, as in `model.named_modules()`.
         outputs: Outputs of the self-supervised task (4 for rotation).
-        mean: Channel means the model expects its input to be normalised with, on pixels in [0, 1].
-        std: Channel standard deviations, likewise. The default passes images through unchanged.
-        classes: Names of the classes.
-        size: Side of the images the model is made for.
+        mean: Channel means that the model's input is normalised with, on pixels in [0, 1].
+        std: Channel standard deviations, likewise. The default leaves images unchanged.
+        classes: Class names.
+        size: Side of the images.
         augment: Training augmentation, see `testtime.augment.make`.
         seed: Seed of the new last layer.
 
     Raises:
-        ValueError: The cut is not possible; the message names the layers where it is.
+        ValueError: The model cannot be split there; the message names the layers where it can.
     """
     refuse_lazy_layers(model)
     graph = _trace(model)
     cuts = _possible_cuts(graph)
     if at not in cuts:
         if not cuts:
-            raise ValueError("This model has no layer to split at: no single tensor carries everything on.")
-        known = "cannot be split behind" if at in dict(model.named_modules()) else "has no layer"
+            raise ValueError("This model cannot be split: there is no layer whose output alone feeds the rest.")
+        known = "cannot be split after" if at in dict(model.named_modules()) else "has no layer"
         raise ValueError(f"The model {known} {at!r}. It can be split at: {', '.join(cuts)}.")
     encoder, head = _cut(model, graph, cuts[at])
     last = _last_layer(head)
     if last is None:
-        raise ValueError(f"There is no linear layer behind {at!r} to replace in the self-supervised branch.")
+        raise ValueError(f"There is no linear layer after {at!r} to replace in the self-supervised branch.")
     ssl = copy.deepcopy(head)
     name, layer = last
     with torch.random.fork_rng(devices=[]):
@@ -93,26 +93,26 @@ def _trace(model: nn.Module) -> fx.Graph:
             module.training = mode
     if str(graphs[0]) != str(graphs[1]):
         raise ValueError(
-            "This model computes differently in training mode by its own code, so it cannot be traced once for both. "
+            "The code of this model computes differently in training mode, so one trace cannot serve both modes. "
             "Build YNet(encoder, classifier, ssl) from its parts instead."
         )
     return graphs[0]
 
 
 def _possible_cuts(graph: fx.Graph) -> dict[str, fx.Node]:
-    """Layer name → the node that ends it, for every layer whose output alone feeds all that follows."""
-    order = {node: place for place, node in enumerate(graph.nodes)}
+    """Map the name of each layer whose output alone feeds the rest of the model to its last node."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
     computed = [node for node in graph.nodes if node.op in ("call_module", "call_function", "call_method")]
     last_use = {node: max((order[user] for user in node.users), default=-1) for node in graph.nodes}
     ends: dict[str, fx.Node] = {}
     for node in computed:
-        # The stack lists every module the node lies in, from the model itself ("") to the layer.
+        # The stack lists every module that contains the node, from the model ("") to the layer.
         for name in node.meta.get("nn_module_stack") or {}:
             ends[name] = node
     linear = [node for node in computed if node.op == "call_module"]
     cuts = {}
     for name, end in ends.items():
-        # Weights that the model reads directly (get_attr) may stand anywhere; they are fetched where they are used.
+        # Weights that the model reads directly (get_attr) may come before the split; both parts can read them.
         alive = [node for node in graph.nodes if node.op != "get_attr" and order[node] <= order[end] < last_use[node]]
         if name and alive == [end] and any(order[node] > order[end] for node in linear):
             cuts[name] = end
@@ -133,13 +133,13 @@ def _cut(model: nn.Module, graph: fx.Graph, end: fx.Node) -> tuple[fx.GraphModul
     for node in graph.nodes:
         if node.op == "get_attr" or (node > end and node not in copied):
             copied[node] = back.node_copy(node, lambda old: copied[old])
-    return _with_what_it_uses(model, front), _with_what_it_uses(model, back)
+    return _extract(model, front), _extract(model, back)
 
 
-def _with_what_it_uses(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+def _extract(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     whole = fx.GraphModule(model, graph)
     whole.graph.eliminate_dead_code()  # weights that only the other part reads
-    return fx.GraphModule(whole, whole.graph)  # takes along what the graph still names
+    return fx.GraphModule(whole, whole.graph)  # copies only the submodules that the graph uses
 
 
 def _last_layer(head: fx.GraphModule) -> tuple[str, nn.Linear] | None:

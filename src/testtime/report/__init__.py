@@ -1,10 +1,10 @@
-"""Reports: tables, figures and one HTML page, made from runs and nothing else.
+"""Reports: tables, figures and an HTML page, generated from runs.
 
-`publish` makes the report of evaluation runs: `collect` sorts their units into tables with intervals and tests, and
-`paper_tables` has the paper's own numbers to compare with.
+`publish` writes the report of evaluation runs, `collect` arranges their units in tables with intervals and tests, and
+`paper_tables` returns the paper's numbers for comparison.
 
-Text tables need nothing. Figures need matplotlib and pages jinja2, the extra `report`; both are imported when one is
-made, and `require` says what is missing before a long run starts.
+Text tables have no dependencies. Figures need matplotlib and pages jinja2, the extra `report`, imported on use;
+`require` checks for them before a long run.
 """
 
 from testtime.report.pages import require

@@ -1,9 +1,8 @@
-"""Figures on matplotlib without its global state: as SVG for a page, as SVG or PNG for a file.
+"""Figures with matplotlib, without its global state: SVG for pages, SVG or PNG for files.
 
-A drawing is a function that fills a figure with the tones it is given. For a page (`inline`) letters and lines take the
-page's own ink and font, so that they follow its light and dark style; for a file they are drawn on white with letters
-as outlines, the same everywhere. The colours suit people who do not tell red from green; each method has the same one
-in every figure.
+A drawing is a function that draws a figure in given tones. On a page (`inline`) text and lines use the page's colours
+and font, and so follow its light and dark style; in a file they are drawn on white with text as outlines, identical
+everywhere. The palette is colour-blind safe, and each method has the same colour in every figure.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class Tones(NamedTuple):
     """Colours of a figure that follow its background.
 
     Attributes:
-        ink: Letters and marks.
+        ink: Text and markers.
         rule: Axes and grids.
-        paper: What lies behind.
+        paper: Background.
     """
 
     ink: str
@@ -45,11 +44,11 @@ class Tones(NamedTuple):
 
 
 _ON_WHITE = Tones("#1c2733", "#d5dae0", "#ffffff")
-_STAND_INS = Tones("#010203", "#040506", "#070809")  # for the page's own colours, until the SVG is text
+_PLACEHOLDERS = Tones("#010203", "#040506", "#070809")  # replaced by the page's colours in the SVG
 
 
 def colour_of(method: str, methods: tuple[str, ...] = ()) -> str:
-    """A method's colour; methods of other names get theirs by their place among `methods`."""
+    """Return a method's colour; unknown methods get one by their position in `methods`."""
     if method in COLOURS:
         return COLOURS[method]
     others = [name for name in methods if name not in COLOURS]
@@ -58,14 +57,13 @@ def colour_of(method: str, methods: tuple[str, ...] = ()) -> str:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure that is yet to be drawn.
+    """A figure to be rendered.
 
     Attributes:
-        name: Its file's name, and the prefix of the names inside it, which are unique on a page; letters, digits and
-            dashes.
-        title: What it shows, for those who cannot see it.
+        name: File name, and prefix of the SVG ids, which are unique on a page; letters, digits and dashes.
+        title: Alternative text.
         size: Width and height in inches.
-        draw: Fills a figure.
+        draw: Draws the figure.
     """
 
     name: str
@@ -74,14 +72,14 @@ class Drawing:
     draw: Callable[[Figure, Tones], None]
 
     def svg(self, inline: bool = True) -> str:
-        """The figure as SVG text."""
+        """Render the figure as SVG."""
         out = io.StringIO()
-        self._save(out, _STAND_INS if inline else _ON_WHITE, inline, format="svg")
+        self._save(out, _PLACEHOLDERS if inline else _ON_WHITE, inline, format="svg")
         svg = out.getvalue()
         return self._fit_page(svg[svg.index("<svg") :]) if inline else svg
 
     def png(self, dpi: int = 200) -> bytes:
-        """The figure as a PNG file."""
+        """Render the figure as PNG."""
         out = io.BytesIO()
         self._save(out, _ON_WHITE, False, format="png", dpi=dpi)
         return out.getvalue()
@@ -92,7 +90,7 @@ class Drawing:
 
         style: Any = {
             "svg.fonttype": "none" if inline else "path",
-            "svg.hashsalt": f"testtime {self.name}",  # else the same figure has other names in it each time
+            "svg.hashsalt": f"testtime {self.name}",  # reproducible ids
             "font.size": 11,
             "text.color": tones.ink,
             "axes.labelcolor": tones.ink,
@@ -108,11 +106,11 @@ class Drawing:
             "grid.linewidth": 0.7,
             "legend.frameon": False,
             "axes.unicode_minus": False,
-            "text.parse_math": False,  # a name may hold a dollar
+            "text.parse_math": False,  # a name may contain a dollar sign
         }
         metadata = {"Date": None, "Creator": None} if options["format"] == "svg" else {"Software": None}
         with matplotlib.rc_context(style), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a name may be too long, or in letters that no font here has
+            warnings.simplefilter("ignore", UserWarning)  # a name may be too long, or lack glyphs
             figure = Figure(figsize=self.size, layout="constrained")
             self.draw(figure, tones)
             for axes in figure.axes:
@@ -120,12 +118,12 @@ class Drawing:
             figure.savefig(out, transparent=inline, metadata=metadata, **options)
 
     def _fit_page(self, svg: str) -> str:
-        svg = svg.replace(_STAND_INS.ink, "currentColor").replace(_STAND_INS.rule, "var(--rule)")
-        svg = svg.replace(_STAND_INS.paper, "var(--paper)").replace(COLOURS["plain"], "var(--plain)")
+        svg = svg.replace(_PLACEHOLDERS.ink, "currentColor").replace(_PLACEHOLDERS.rule, "var(--rule)")
+        svg = svg.replace(_PLACEHOLDERS.paper, "var(--paper)").replace(COLOURS["plain"], "var(--plain)")
         svg = re.sub(r'(id="|href="#|url\(#)', rf"\1{self.name}-", svg)
         svg = re.sub(r"font: ((?:bold |\d+ )*)([\d.]+px) [^;\"]*", _own_font, svg)
         opening, rest = svg.split(">", 1)
-        opening = re.sub(r' (?:width|height)="[^"]*"', "", opening)  # the page decides
+        opening = re.sub(r' (?:width|height)="[^"]*"', "", opening)  # set by the page
         return f'{opening} role="img" aria-label="{html.escape(self.title)}">{rest}'
 
 

@@ -1,8 +1,8 @@
-"""Gradient correlation against improvement: a study of gradients joined with a run's errors (paper, figure 4).
+"""Gradient correlation against improvement: a gradient study joined with the errors of runs (paper, figure 4).
 
-`join` takes the file that `testtime gradients` wrote and the runs of the same network, and gives for each
-method and each thing that was measured the linear correlation with the improvement, with its bootstrap interval over
-the sets. The paper has 0.93 for the standard and 0.89 for the online version, over 75 sets.
+`join` takes the file of `testtime gradients` and runs of the same network, and computes the linear correlation of each
+predictor with the improvement of each method, with a bootstrap interval over the sets. The paper reports 0.93 for the
+standard and 0.89 for the online version, over 75 sets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAPER: Mapping[str, float] = {"episodic": 0.93, "online": 0.89}
-"""The paper's correlation of the inner product, by batch, with the improvement."""
+"""The paper's correlation of the inner product per batch with the improvement."""
 
 PREDICTORS: Mapping[str, str] = {
     "batch.inner": "inner product, by batch",
@@ -48,20 +48,20 @@ PREDICTORS: Mapping[str, str] = {
     "entropy": "the classifier's entropy",
     "error": "the error before adaptation",
 }
-"""What a study measures, in words; the first is the paper's."""
+"""The predictors and their titles; the first is the paper's."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How well one thing predicts the improvement of one method.
+    """How well a predictor explains the improvement of a method.
 
     Attributes:
         predictor: A key of `PREDICTORS`.
         method: The method.
-        sets: How many sets.
+        sets: Number of sets.
         correlation: Pearson's r.
         interval: Its 95% bootstrap interval over sets.
-        slope: Points of error for a unit of the predictor.
+        slope: Improvement in points per unit of the predictor.
         offset: The line's value at 0.
     """
 
@@ -76,14 +76,14 @@ class Fit:
 
 @dataclass(frozen=True)
 class Joined:
-    """A study and the improvements it may explain.
+    """A gradient study joined with improvements.
 
     Attributes:
-        names: The sets that both have.
-        values: Each predictor on each of them; not a number where the study has none.
-        improvements: By how many points each method's error is below `fixed`'s, by set.
+        names: The sets in both.
+        values: Each predictor on each set; NaN where the study has none.
+        improvements: Points by which each method's error is below that of `fixed`, per set.
         fits: Every predictor with every method, the paper's first.
-        notes: What a reader should know.
+        notes: Notes for the reader.
     """
 
     names: tuple[str, ...]
@@ -93,7 +93,7 @@ class Joined:
     notes: tuple[str, ...]
 
     def describe(self) -> dict[str, Any]:
-        """The same as JSON could hold it."""
+        """Return the result as JSON-serializable data."""
         return {
             "sets": list(self.names),
             "values": {key: [None if v != v else v for v in row.tolist()] for key, row in self.values.items()},
@@ -105,17 +105,17 @@ class Joined:
 
 
 def join(study: str | Path, runs: Sequence[str | Path], seed: int = 0) -> Joined:
-    """Join a study of gradients with the errors of runs.
+    """Join a gradient study with the errors of runs.
 
     Args:
         study: The study's file.
-        runs: Folders of runs, or summaries of them, of the same network, with `fixed` and methods that adapt.
+        runs: Run folders or summaries, of the same network, with `fixed` and methods that adapt.
         seed: Seed of the bootstrap.
 
     Raises:
-        StudyError: The file is no study.
-        RunError: A folder is no run.
-        ResultsError: They are of different networks, or have too few sets in common.
+        StudyError: The file is not a gradient study.
+        RunError: A path is not a run.
+        ResultsError: The networks differ, or there are too few sets in common.
     """
     found, results = read_gradient_study(study), collect([run for path in runs for run in open_runs(path)], seed)
     _check_network(found, results)
@@ -128,9 +128,9 @@ def join(study: str | Path, runs: Sequence[str | Path], seed: int = 0) -> Joined
     ]
     if not adapting or BASELINE not in results.methods:
         fault = "has no fixed" if adapting else "has neither episodic nor online"
-        raise ResultsError(results.runs[0].path, fault, "give the runs of both, on the same sets")
+        raise ResultsError(results.runs[0].path, fault, "pass the runs of both, on the same sets")
     if len(names) < 3:
-        raise ResultsError(study, f"a line needs at least 3 sets that the runs have as well, not {len(names)}")
+        raise ResultsError(study, f"needs at least 3 sets in common with the runs, got {len(names)}")
     values = {key: np.array([_value(found["sets"][name], key) for name in names]) for key in PREDICTORS}
     improvements = {
         method: np.array([errors[BASELINE, name] - errors[method, name] for name in names]) for method in adapting
@@ -147,7 +147,7 @@ def join(study: str | Path, runs: Sequence[str | Path], seed: int = 0) -> Joined
 
 
 def bootstrap_correlation(x: np.ndarray, y: np.ndarray, seed: int = 0, rounds: int = ROUNDS) -> Interval:
-    """The 95% interval of Pearson's r of points `(N,)`, by drawing points again with replacement."""
+    """Return the 95% bootstrap interval of Pearson's r for points `(N,)`."""
     count = len(x)
     drawn = (
         Draws.of(seed, torch.arange(rounds, device="cpu"))
@@ -158,7 +158,7 @@ def bootstrap_correlation(x: np.ndarray, y: np.ndarray, seed: int = 0, rounds: i
     xs, ys = x[drawn], y[drawn]  # (rounds, N)
     xs, ys = xs - xs.mean(1, keepdims=True), ys - ys.mean(1, keepdims=True)
     scale = np.sqrt((xs**2).sum(1) * (ys**2).sum(1))
-    usable = scale > 1e-12 * max(scale.max(), 1e-300)  # a round may draw one point over and over
+    usable = scale > 1e-12 * max(scale.max(), 1e-300)  # a round may draw only one distinct point
     return interval_of((xs * ys).sum(1)[usable] / scale[usable])
 
 
@@ -172,16 +172,16 @@ def draw_correlation(
     y_label: str = "improvement in error, points",
     colour: str = "online",
 ) -> Drawing:
-    """Gradient correlation against improvement, a point for each test set, with a line and its 99% band (figure 4).
+    """Draw gradient correlation against improvement: a point per test set, a line and its 99% band (figure 4).
 
     Args:
         correlations: Mean inner product of the main and the self-supervised gradient on each set, `(N,)`.
-        improvements: By how much the error fell there, `(N,)`.
+        improvements: Decrease of the error on each set, `(N,)`.
         name: The drawing's name.
-        title: What it shows.
-        x_label: Of the first axis.
-        y_label: Of the second axis.
-        colour: The method whose colour it takes.
+        title: The drawing's title.
+        x_label: Label of the x axis.
+        y_label: Label of the y axis.
+        colour: The method whose colour to use.
 
     Raises:
         ValueError: There are too few points for a line.
@@ -210,7 +210,7 @@ def draw_correlation(
 
 
 def draw(joined: Joined) -> list[Drawing]:
-    """The paper's scatter for each method, and the one without labels."""
+    """Draw the paper's scatter plot for each method, and those without labels."""
     drawings = []
     for key in ("batch.inner", "balance.inner", "stand_in_batch.inner"):
         for method, improvement in joined.improvements.items():
@@ -233,7 +233,7 @@ def draw(joined: Joined) -> list[Drawing]:
 
 
 def format_correlations(joined: Joined) -> str:
-    """The correlations as a text table."""
+    """Format the correlations as a text table."""
     methods = list(joined.improvements)
     width = max(map(len, PREDICTORS.values()))
     lines = [f"Linear correlation with the improvement in error over {len(joined.names)} sets, 95% intervals"]
@@ -249,7 +249,7 @@ def format_correlations(joined: Joined) -> str:
 
 
 def publish(joined: Joined, out: str | Path) -> list[Path]:
-    """Write `correlation.json` and the figures, each whole or not at all; gives their paths."""
+    """Write `correlation.json` and the figures atomically; returns their paths."""
     folder = Path(out)
     write_whole(folder / "correlation.json", json.dumps(joined.describe(), indent=1, allow_nan=False) + "\n")
     written = [folder / "correlation.json"]
@@ -265,7 +265,7 @@ def _cell(fit: Fit | None) -> str:
 
 
 def _errors(results: Results) -> dict[tuple[str, str], float]:
-    """Percent of wrong predictions, the mean over repetitions, by method and set."""
+    """Return the error in percent, averaged over repetitions, by method and set."""
     return {
         (method, table.set_name(column)): cell.error
         for table in results.tables
@@ -276,13 +276,13 @@ def _errors(results: Results) -> dict[tuple[str, str], float]:
 
 
 def _check_network(study: Mapping[str, Any], results: Results) -> None:
-    own = study["configuration"].get("network")
+    expected = study["configuration"].get("network")
     for run in results.runs:
         networks = run.configuration.get("networks")
         joint = networks.get("joint") if isinstance(networks, Mapping) else None
-        mark = joint.get("fingerprint") if isinstance(joint, Mapping) else None
-        if isinstance(mark, str) and mark != own:
-            raise ResultsError(run.path, f"is of network {mark}, the study of network {show(own)}")
+        fingerprint = joint.get("fingerprint") if isinstance(joint, Mapping) else None
+        if isinstance(fingerprint, str) and fingerprint != expected:
+            raise ResultsError(run.path, f"has network {fingerprint}, the study has network {show(expected)}")
 
 
 def _value(entry: Mapping[str, Any], key: str) -> float:

@@ -1,6 +1,6 @@
-"""Diagnoses as a page of their own, and as a section of a run's page.
+"""Diagnoses as a page, and as sections of a run's page.
 
-Both are made of the JSON document that `testtime diagnose` writes, and of nothing else.
+Both are generated from the JSON document written by `testtime diagnose`.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _WARNING = "#b3541e"
 
 
 class DiagnosisError(FileError):
-    """A file that holds no diagnoses."""
+    """A file that is not a document of diagnoses."""
 
 
-_TEXT: Kind = ("a text", is_text)
-_TEXTS: Kind = ("a table of texts", is_table_of(is_text))
+_TEXT: Kind = ("a string", is_text)
+_TEXTS: Kind = ("a table of strings", is_table_of(is_text))
 _DOCUMENT: dict[str, Kind] = {
     "network": _TEXT,
     "command": _TEXT,
     "versions": ("a table", is_table),
     "hardware": ("a table", is_table),
-    "diagnoses": ("tables, at least one", lambda value: is_list_of(is_table)(value) and bool(value)),
+    "diagnoses": ("a non-empty list of tables", lambda value: is_list_of(is_table)(value) and bool(value)),
 }
 _ENTRY: dict[str, Kind] = {
     "name": _TEXT,
     "verdict": ("a table", is_table),
     "facts": _TEXTS,
-    "agreement": ("a table or nothing", lambda value: value is None or is_table(value)),
+    "agreement": ("a table or null", lambda value: value is None or is_table(value)),
 }
-_VERDICT: dict[str, Kind] = {"kind": _TEXT, "headline": _TEXT, "reasons": ("texts", is_list_of(is_text))}
+_VERDICT: dict[str, Kind] = {"kind": _TEXT, "headline": _TEXT, "reasons": ("strings", is_list_of(is_text))}
 _AGREEMENT: dict[str, Kind] = {
     "cosine": ("a number", is_number),
-    "cosine_error": ("a number or nothing", lambda value: value is None or is_number(value)),
+    "cosine_error": ("a number or null", lambda value: value is None or is_number(value)),
     "layers": ("tables with a cosine", is_table_of(lambda value: is_table(value) and is_number(value.get("cosine")))),
 }
 
@@ -76,13 +76,13 @@ def read_diagnoses(path: str | Path) -> dict[str, Any]:
     except FileError as error:
         raise DiagnosisError(path, error.fault) from None
     except ValueError as error:
-        fault = f"no document of diagnoses ({str(error).removesuffix('.')})"
+        fault = f"not a document of diagnoses ({str(error).removesuffix('.')})"
         raise DiagnosisError(path, fault, "write one with testtime diagnose --out") from None
     return found
 
 
 def as_sections(document: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """A title and paragraphs for each diagnosis, as a run's page takes them."""
+    """Return a title and paragraphs for each diagnosis, for a run's page."""
     return [
         (f"Diagnosis of {entry['name']}", [entry["verdict"]["headline"], " ".join(entry["verdict"]["reasons"])])
         for entry in document["diagnoses"]
@@ -90,7 +90,7 @@ def as_sections(document: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 
 
 def write_page(document: Mapping[str, Any], out: str | Path) -> Path:
-    """Write `diagnosis.json` and `index.html` into a folder, each whole or not at all; gives the page's path."""
+    """Write `diagnosis.json` and `index.html` into a folder atomically; returns the page's path."""
     folder = Path(out)
     page = render_page(document)
     write_whole(folder / "diagnosis.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
@@ -99,12 +99,12 @@ def write_page(document: Mapping[str, Any], out: str | Path) -> Path:
 
 
 def render_page(document: Mapping[str, Any]) -> str:
-    """The page as text."""
+    """Render the page as HTML."""
     from markupsafe import Markup
 
     entries = document["diagnoses"]
     drawing = draw_agreement(entries)
-    layers = [draw_layers(entry, place) for place, entry in enumerate(entries)]
+    layers = [draw_layers(entry, index) for index, entry in enumerate(entries)]
     return open_template("diagnosis.html").render(
         document=document,
         entries=list(zip(entries, [None if one is None else Markup(one.svg()) for one in layers], strict=True)),
@@ -121,40 +121,40 @@ def _headline(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw_agreement(entries: Sequence[Mapping[str, Any]]) -> Drawing | None:
-    """The cosine of the two gradients on each set with its 95% interval; None for a single set or none with one."""
+    """Draw the cosine of the two gradients per set, with its 95% interval; None for fewer than two sets."""
     known = [entry for entry in entries if entry["agreement"] is not None]
     if len(known) < 2:
         return None
 
     def draw(figure: Figure, tones: Tones) -> None:
         axes = figure.add_subplot()
-        for place, entry in enumerate(known):
-            kind, own = entry["verdict"]["kind"], entry["agreement"]
+        for index, entry in enumerate(known):
+            kind, agreement = entry["verdict"]["kind"], entry["agreement"]
             colour = colour_of(_TONES[kind]) if kind in _TONES else _WARNING
-            half = 2 * (own["cosine_error"] or 0)
-            axes.hlines(place, own["cosine"] - half, own["cosine"] + half, color=colour, linewidth=1.8)
-            axes.plot(own["cosine"], place, marker="o", markersize=7, color=colour)
+            half = 2 * (agreement["cosine_error"] or 0)
+            axes.hlines(index, agreement["cosine"] - half, agreement["cosine"] + half, color=colour, linewidth=1.8)
+            axes.plot(agreement["cosine"], index, marker="o", markersize=7, color=colour)
         axes.axvline(0, color=tones.ink, linewidth=0.8)
         axes.set_yticks(
             range(len(known)), [printable(f"{entry['name']}: {entry['verdict']['kind']}") for entry in known]
         )
         axes.set_ylim(len(known) - 0.4, -0.6)
-        axes.set_xlabel("cosine of the two tasks' gradients, predictions in place of labels")
+        axes.set_xlabel("cosine of the two tasks' gradients, predictions as labels")
         axes.grid(axis="x")
 
     return Drawing("agreement", "agreement of the two gradients by set", (7.2, 0.32 * len(known) + 1.0), draw)
 
 
-def draw_layers(entry: Mapping[str, Any], place: int = 0) -> Drawing | None:
-    """The cosine of the two gradients on each layer of the encoder; None where it was not measured."""
-    own = entry["agreement"]
-    if own is None:
+def draw_layers(entry: Mapping[str, Any], index: int = 0) -> Drawing | None:
+    """Draw the cosine of the two gradients per layer of the encoder; None if it was not measured."""
+    agreement = entry["agreement"]
+    if agreement is None:
         return None
-    names = list(own["layers"])
+    names = list(agreement["layers"])
 
     def draw(figure: Figure, tones: Tones) -> None:
         axes = figure.add_subplot()
-        cosines = [own["layers"][name]["cosine"] for name in names]
+        cosines = [agreement["layers"][name]["cosine"] for name in names]
         axes.bar(range(len(names)), cosines, 0.7, color=colour_of("online"))
         axes.axhline(0, color=tones.ink, linewidth=0.8)
         axes.set_xticks(
@@ -164,4 +164,4 @@ def draw_layers(entry: Mapping[str, Any], place: int = 0) -> Drawing | None:
         axes.grid(axis="y")
 
     title = f"{printable(entry['name'])}: agreement by layer of the encoder"
-    return Drawing(f"layers-{place}", title, (7.2, 2.6), draw)
+    return Drawing(f"layers-{index}", title, (7.2, 2.6), draw)

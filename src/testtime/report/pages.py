@@ -1,4 +1,4 @@
-"""The templates of pages: one file with everything inside, in which text from outside is always escaped."""
+"""Templates of self-contained HTML pages; external text is always escaped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def require() -> None:
     """Check that the extra `report` is installed.
 
     Raises:
-        ModuleNotFoundError: It is not; the message says what to install.
+        ModuleNotFoundError: It is not; the message gives the command to install it.
     """
     for name in ("matplotlib", "jinja2"):
         if find_spec(name) is None:
@@ -24,7 +24,7 @@ def require() -> None:
 
 
 def open_template(name: str) -> jinja2.Template:
-    """A template of this package; what it is filled with is escaped, but for what is marked as HTML already."""
+    """Open a template of this package; values are escaped unless they are `Markup`."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -39,4 +39,4 @@ def open_template(name: str) -> jinja2.Template:
 
 
 def _finalize(value: Any) -> Any:
-    return printable(value) if type(value) is str else value  # HTML that is marked as such is of a type of its own
+    return printable(value) if type(value) is str else value  # leave `Markup` unchanged

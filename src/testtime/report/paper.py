@@ -1,7 +1,7 @@
-"""The paper's own numbers, as data: every table of Sun et al. (2020), exactly as printed.
+"""The paper's numbers: every table of Sun et al. (2020), exactly as printed.
 
-`paper.json` holds them; a table's values are in percent, of errors or of right answers as the paper has it (`measure`),
-under testtime's names of the methods. `PAPER_NAMES` says what the paper calls them.
+They are in `paper.json`, in percent, as error or accuracy (`measure`) like in the paper, under testtime's names of the
+methods; `PAPER_NAMES` maps them to the paper's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAPER_NAMES: Mapping[str, str] = {
     "uda": "UDA-SS",
     "alp": "ALP",
 }
-"""The methods in the order of the paper's tables, and its names of them."""
+"""The paper's names of the methods, in the order of its tables."""
 
 ABBREVIATIONS: Mapping[str, str] = {
     "original": "orig",
@@ -45,7 +45,7 @@ ABBREVIATIONS: Mapping[str, str] = {
     "pixelate": "pixel",
     "jpeg_compression": "jpeg",
 }
-"""The original set and the corruptions in the order of the paper's tables, and its short names of them."""
+"""The paper's short names of the original set and the corruptions, in the order of its tables."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class PaperTable:
     """One table of the paper.
 
     Attributes:
-        title: What it shows.
-        set: The data set, as `testtime.data` calls it.
-        level: Level of the corruptions, or None.
+        title: Its title.
+        set: The data set's name in `testtime.data`.
+        level: Corruption level, or None.
         network: Architecture.
         norm: `group` or `batch`.
         measure: Whether the values are errors or accuracies.
-        note: What to know when reading it; mostly empty.
-        columns: What the columns are: `original` and corruptions, or classes and `average`.
-        values: Percent by method, one for each column.
+        note: A note for the reader, usually empty.
+        columns: `original` and corruptions, or classes and `average`.
+        values: Percentages by method, one per column.
     """
 
     title: str
@@ -75,7 +75,7 @@ class PaperTable:
     values: Mapping[str, tuple[float, ...]]
 
     def value(self, method: str, column: str, measure: Measure = "error") -> float | None:
-        """One number in the measure asked for; None where the paper gives none."""
+        """Return a value in the requested measure; None if the paper has none."""
         row = self.values.get(method)
         if row is None or column not in self.columns:
             return None
@@ -83,7 +83,7 @@ class PaperTable:
         return found if measure == self.measure else 100 - found
 
     def mean(self, method: str, columns: Sequence[str] | None = None, measure: Measure = "error") -> float | None:
-        """The mean over some columns, by default all corruptions, which the paper's tables leave to the reader."""
+        """Return the mean over some columns, by default all corruptions; the paper's tables do not have it."""
         wanted = [name for name in self.columns if name in CORRUPTIONS] if columns is None else columns
         found = [self.value(method, name, measure) for name in wanted]
         values = [value for value in found if value is not None]
@@ -92,7 +92,7 @@ class PaperTable:
 
 @functools.cache
 def paper_tables() -> tuple[PaperTable, ...]:
-    """All tables of the paper."""
+    """Return all tables of the paper."""
     entries = json.loads((files("testtime.report") / "paper.json").read_text(encoding="utf-8"))
     return tuple(
         PaperTable(
@@ -107,7 +107,7 @@ def paper_tables() -> tuple[PaperTable, ...]:
 
 
 def find_table(set_name: str, level: int | None = None, norm: str = "group") -> PaperTable | None:
-    """The paper's table of a data set (and level, and kind of normalization), or None."""
+    """Return the paper's table for a data set, level and kind of normalization, or None."""
     for table in paper_tables():
         if (table.set, table.level, table.norm) == (set_name, level, norm):
             return table

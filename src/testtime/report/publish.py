@@ -1,4 +1,4 @@
-"""A report of runs as files: tables in several formats, figures, and one page."""
+"""Reports of runs as files: tables in several formats, figures, and a page."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Words = tuple[str, Sequence[str]]
 
 
 def read_formats(text: str) -> tuple[Format, ...]:
-    """The formats named in a text, separated by commas.
+    """Parse a comma-separated list of formats.
 
     Raises:
-        ValueError: One of them does not exist.
+        ValueError: A format does not exist, or there is none.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
@@ -53,29 +53,29 @@ def publish(
     command: str = "",
     progress: Progress | None = None,
 ) -> Results:
-    """Read runs and write their report, each file whole or not at all.
+    """Write the report of runs; each file is written atomically.
 
     Args:
-        runs: Folders of runs, summaries, or runs that are open; several of one method and set are repetitions.
-        out: The folder to write to: `tables.md`, `tables.tex`, `tables.csv`, `summary.json` (the runs without their
-            records, of which the same tables can be made again), `index.html` and `figures/`.
-        formats: Which of them; `html` brings the figures.
-        measure: Errors or accuracies.
-        paper: Whether to show the paper's own numbers as well.
+        runs: Run folders, summaries, or opened runs; several with the same method and set are repetitions.
+        out: The folder for `tables.md`, `tables.tex`, `tables.csv`, `summary.json` (from which the same tables can be
+            generated), `index.html` and `figures/`.
+        formats: Which files to write; `html` includes the figures.
+        measure: Error or accuracy.
+        paper: Whether to include the paper's numbers.
         seed: Seed of the bootstrap.
-        root: The folder of data sets, for sample pictures.
-        sets: Test sets that have no name to be opened by, for sample pictures.
-        words: Sections to begin the page with: a title and paragraphs each.
-        command: What was asked for, for the record.
-        progress: Called with how many figures and pages are done, of how many, and the last one's title.
+        root: Root folder of the data sets, for sample images.
+        sets: Test sets that cannot be opened by name, for sample images.
+        words: Sections at the beginning of the page, each a title and paragraphs.
+        command: The command line to record.
+        progress: Called with the figures and pages done, their total, and the title of the last one.
 
     Returns:
-        What was reported.
+        The reported results.
 
     Raises:
-        RunError: A folder is no run, a file no summary.
-        ResultsError: There is nothing to report, or the runs do not belong together.
-        ModuleNotFoundError: The page needs an extra that is not installed; said before anything is read.
+        RunError: A path is neither a run folder nor a summary.
+        ResultsError: There is nothing to report, or the runs cannot be combined.
+        ModuleNotFoundError: The extra `report` is not installed; raised before anything is read.
     """
     folder = Path(out)
     if "html" in formats:
@@ -117,5 +117,5 @@ def _write_figures(folder: Path, drawings: Sequence[Drawing], progress: Progress
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a text, whole or not at all; a file's name in it may not be Unicode."""
+    """Write text atomically; file names in it may contain lone surrogates."""
     write_whole(path, text.encode(errors="backslashreplace"))

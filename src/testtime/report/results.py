@@ -1,8 +1,8 @@
-"""From runs to tables: which numbers belong together, and how sure they are.
+"""From runs to tables, with intervals and tests.
 
-`collect` reads runs and nothing else. It sorts their units into tables as the paper prints them (the original set and
-the corruptions of one level; sets of their own), averages each image's verdicts over repetitions, and gives every
-number its 95% interval over images, its spread over repetitions, and a paired test against `fixed`.
+`collect` arranges the units of runs in tables like the paper's (the original set and the corruptions of one level;
+other sets), averages each image's verdicts over repetitions, and computes for each cell the 95% interval over images,
+the spread over repetitions, and a paired test against `fixed`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Cell:
     """One method on one set.
 
     Attributes:
-        error: Percent of wrong predictions, the mean over repetitions.
+        error: Error in percent, averaged over repetitions.
         interval: Its 95% interval over images.
-        spread: Standard deviation over repetitions; None for one.
-        images: How many images.
-        repetitions: How many (run, seed).
-        p_value: Of the paired test against `fixed`, corrected for the number of tests in the table; None for `fixed`
-            itself and where it is missing.
-        to_right: Images that are right more often than with `fixed`; with one repetition, its wrong→right flips.
-        to_wrong: Images that are right less often.
+        spread: Standard deviation over repetitions; None for a single one.
+        images: Number of images.
+        repetitions: Number of (run, seed) pairs.
+        p_value: P-value of the paired test against `fixed`, corrected for the number of tests in the table; None for
+            `fixed` itself, or if it is missing.
+        to_right: Images that are right more often than with `fixed`; with one repetition, the wrong→right flips.
+        to_wrong: Images that are right less often than with `fixed`.
     """
 
     error: float
@@ -59,11 +59,11 @@ class Cell:
     to_wrong: int | None = None
 
     def value(self, measure: Measure) -> float:
-        """The number in percent."""
+        """Return the value in percent."""
         return self.error if measure == "error" else 100 - self.error
 
     def ends(self, measure: Measure) -> Interval:
-        """The ends of the interval in percent."""
+        """Return the interval in percent."""
         low, high = self.interval
         return self.interval if measure == "error" else Interval(100 - high, 100 - low)
 
@@ -74,7 +74,7 @@ class Cell:
 
     @property
     def mark(self) -> str:
-        """`*` where it is significantly better than `fixed`, `†` where worse, else nothing."""
+        """`*` if significantly better than `fixed`, `†` if worse, else empty."""
         if self.p_value is None or self.p_value >= SIGNIFICANT:
             return ""
         return "*" if (self.to_right or 0) > (self.to_wrong or 0) else "†"
@@ -85,13 +85,13 @@ class Table:
     """Methods × sets.
 
     Attributes:
-        title: What it shows.
-        family: The data set the columns come from.
-        level: Level of the corruptions, or None.
-        columns: The sets by key, in order: `original`, corruptions, `mean`; or names of sets; or classes.
-        rows: Cells by method and column; a set that a method has not seen is missing.
-        paper: The paper's table of the same, or None.
-        norm: The networks' normalization; the paper has its tables for one kind each.
+        title: Its title.
+        family: The data set of the columns.
+        level: Corruption level, or None.
+        columns: Keys of the columns in order: `original`, corruptions, `mean`; or names of sets; or classes.
+        rows: Cells by method and column; a method need not have all columns.
+        paper: The corresponding table of the paper, or None.
+        norm: The networks' normalization; each of the paper's tables is for one kind.
     """
 
     title: str
@@ -104,11 +104,11 @@ class Table:
 
     @property
     def shifted(self) -> tuple[str, ...]:
-        """The columns that the mean is over."""
+        """The columns that are averaged."""
         return tuple(name for name in self.columns if name not in (ORIGINAL, MEAN))
 
     def set_name(self, column: str) -> str:
-        """The name of the set that a column shows."""
+        """Return the name of a column's set."""
         if column == ORIGINAL:
             return original_of(self.family)
         if self.level is not None:
@@ -116,15 +116,15 @@ class Table:
         return f"{self.family}/{column}" if self.family else column
 
     def best(self, column: str) -> float:
-        """The lowest error in a column, as it is printed."""
+        """Return the lowest error in a column, as printed."""
         return min(round(row[column].error, 1) for row in self.rows.values() if column in row)
 
     def is_best(self, method: str, column: str) -> bool:
-        """Whether a method's printed error is the lowest in its column; of one method none is."""
+        """Whether a method's printed error is the lowest in its column; False in a table of one method."""
         return len(self.rows) > 1 and round(self.rows[method][column].error, 1) == self.best(column)
 
     def paper_value(self, method: str, column: str, measure: Measure) -> float | None:
-        """The paper's number for a cell; None where it has none."""
+        """Return the paper's value for a cell, or None."""
         if self.family == "":
             table = find_table(column, None, self.norm)
             return None if table is None else table.value(method, "average", measure)
@@ -137,14 +137,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Results:
-    """What some runs found.
+    """The results of some runs.
 
     Attributes:
         runs: The runs.
-        tables: Worst level first, then the other sets.
-        sources: The labelled units by method and name of the set.
-        seconds: Time for an image by method, over all its units.
-        notes: What a reader should know: what was left out and why.
+        tables: The tables, highest corruption level first, then other sets.
+        sources: The labelled units by method and set name.
+        seconds: Seconds per image by method, over all its units.
+        notes: Notes for the reader, on what was omitted and why.
     """
 
     runs: Sequence[Run]
@@ -155,54 +155,54 @@ class Results:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods in the paper's order, others after them."""
+        """The methods in the paper's order, then others."""
         return order_methods({method for method, _ in self.sources})
 
 
 def order_methods(methods: set[str]) -> tuple[str, ...]:
-    """Methods in the paper's order, others after them by name."""
+    """Sort methods in the paper's order, then others by name."""
     known = [method for method in PAPER_NAMES if method in methods]
     return (*known, *sorted(methods - set(known)))
 
 
 def order_corruptions(names: Iterable[str]) -> tuple[str, ...]:
-    """Corruptions in the paper's order, others after them by name."""
+    """Sort corruptions in the paper's order, then others by name."""
     wanted = set(names)
     known = [name for name in CORRUPTIONS if name in wanted]
     return (*known, *sorted(wanted - set(known)))
 
 
 def original_of(family: str) -> str:
-    """The set that a family of shifted sets was made of: `cifar10` for `cifar10-c`."""
+    """Return the original set of a family of shifted sets: `cifar10` for `cifar10-c`."""
     return family.rpartition("-")[0]
 
 
 def column_title(key: str) -> str:
-    """A column's name in words."""
+    """Return a column's title."""
     return key.replace("_", " ") if key in ABBREVIATIONS else printable(key)
 
 
 def column_short(key: str) -> str:
-    """A column's name as the paper's tables shorten it."""
+    """Return a column's short title, abbreviated as in the paper."""
     return ABBREVIATIONS.get(key) or printable(key)
 
 
 def method_title(method: str) -> str:
-    """A method's name and the paper's for it."""
+    """Return a method's name and the paper's name for it."""
     return f"{method} ({PAPER_NAMES[method]})" if method in PAPER_NAMES else printable(method)
 
 
 def collect(runs: Sequence[Run], seed: int = 0) -> Results:
-    """Sort the units of runs into tables.
+    """Arrange the units of runs in tables.
 
-    Units of one method and set, of several seeds or runs, are repetitions of each other.
+    Units with the same method and set, from several seeds or runs, are repetitions.
 
     Args:
-        runs: Of one kind of network on the same data.
+        runs: Runs with one kind of network on the same data.
         seed: Seed of the bootstrap.
 
     Raises:
-        ResultsError: There is nothing to report, or the runs do not belong together.
+        ResultsError: There is nothing to report, or the runs cannot be combined.
     """
     sources, notes = sort_units(runs)
     verdicts = {key: read_verdicts(key, found) for key, found in sources.items()}
@@ -222,7 +222,7 @@ _Layout = tuple[str, str, int | None, dict[str, str], "PaperTable | None"]  # ti
 
 
 def _lay_out(sources: RunUnits, norm: str) -> Iterator[_Layout]:
-    """Which sets stand together in a table."""
+    """Yield the sets of each table."""
     units = {key[1]: entries[0].unit for key, entries in sources.items()}
     taken: set[str] = set()
     families = sorted({name.split("/")[0] for name, unit in units.items() if unit.level is not None})
@@ -248,7 +248,7 @@ def _lay_out(sources: RunUnits, norm: str) -> Iterator[_Layout]:
     for family in dict.fromkeys(name.split("/")[0] for name in units if "/" in name and name not in taken):
         shifts = {name.partition("/")[2]: name for name in units if name.split("/")[0] == family and name not in taken}
         if len(shifts) < 2 or family == "folder":
-            continue  # folders of pictures are not shifts of one set
+            continue  # image folders are not shifts of one set
         keys = ({ORIGINAL: original_of(family)} if original_of(family) in units else {}) | shifts
         taken |= set(keys.values())
         yield family, family, None, keys, None
@@ -271,7 +271,7 @@ def _measure(
     methods = order_methods({method for method, name in verdicts if name in keys.values()})
     seen = {method for method, name in verdicts if name in keys.values() and name != keys.get(ORIGINAL)}
     elsewhere = {method for method, name in verdicts if name.split("/")[0] == family} - seen
-    methods = tuple(method for method in methods if method not in elsewhere)  # it saw other levels, not this one
+    methods = tuple(method for method in methods if method not in elsewhere)  # it was run on other levels only
     rows: dict[str, dict[str, Cell]] = {}
     for method in methods:
         here = {column: verdicts[method, name] for column, name in keys.items() if (method, name) in verdicts}
@@ -284,7 +284,7 @@ def _measure(
 def _measure_row(
     here: Mapping[str, SetVerdicts], base: Mapping[str, SetVerdicts], averaged: Sequence[str], seed: int
 ) -> dict[str, Cell]:
-    """The cells of one method, and the mean over `averaged` where all of them are there."""
+    """Return the cells of one method, with the mean over `averaged` if all of them are available."""
     cells: dict[str, Cell] = {}
     drawn: dict[str, np.ndarray] = {}
     groups: dict[bytes, list[str]] = {}
@@ -311,8 +311,8 @@ def _measure_row(
         parts = [cells[column] for column in averaged]
         repetitions = min(part.repetitions for part in parts)
         errors = [
-            float(np.mean([100 * (1 - here[column].right[place].mean()) for column in averaged]))
-            for place in range(repetitions)
+            float(np.mean([100 * (1 - here[column].right[index].mean()) for column in averaged]))
+            for index in range(repetitions)
         ]
         cell = Cell(
             float(np.mean([part.error for part in parts])),
@@ -336,11 +336,11 @@ def _compare(cell: Cell, gains: np.ndarray) -> Cell:
 
 
 def _correct(rows: Mapping[str, Mapping[str, Cell]]) -> dict[str, dict[str, Cell]]:
-    """The rows with p-values corrected for how many the table has."""
-    places = [(method, column) for method, row in rows.items() for column in row if row[column].p_value is not None]
-    corrected = holm([rows[method][column].p_value or 0.0 for method, column in places])
+    """Correct the p-values for the number of tests in the table."""
+    tests = [(method, column) for method, row in rows.items() for column in row if row[column].p_value is not None]
+    corrected = holm([rows[method][column].p_value or 0.0 for method, column in tests])
     changed = {method: dict(row) for method, row in rows.items()}
-    for (method, column), p_value in zip(places, corrected, strict=True):
+    for (method, column), p_value in zip(tests, corrected, strict=True):
         changed[method][column] = replace(changed[method][column], p_value=p_value)
     return changed
 
@@ -348,7 +348,7 @@ def _correct(rows: Mapping[str, Mapping[str, Cell]]) -> dict[str, dict[str, Cell
 def _by_class(
     sources: RunUnits, verdicts: Mapping[tuple[str, str], SetVerdicts], norm: str, seed: int
 ) -> Iterator[Table]:
-    """The paper's table of the seven classes of VID-Robust that CIFAR-10 has."""
+    """Yield the paper's table of the seven classes shared by VID-Robust and CIFAR-10."""
     from testtime.data.cifar import CLASSES
 
     name = "vid-cifar7"
@@ -359,9 +359,9 @@ def _by_class(
     parts: dict[tuple[str, str], SetVerdicts] = {(method, "average"): one for method, one in found.items()}
     for title, number in numbers.items():
         for method, one in found.items():
-            own = one.labels == number
-            if own.any():
-                parts[method, title] = SetVerdicts(one.samples[own], one.labels[own], one.right[:, own], one.seconds)
+            mask = one.labels == number
+            if mask.any():
+                parts[method, title] = SetVerdicts(one.samples[mask], one.labels[mask], one.right[:, mask], one.seconds)
     keys = {title: title for title in (*numbers, "average") if any(key[1] == title for key in parts)}
     table = _measure("vid-cifar7 by class", "", None, keys, find_table(name, None, norm), parts, seed)
     yield replace(table, family=name)

@@ -1,6 +1,6 @@
-"""The figures of runs: the paper's bars and curves, and what it has no figure for.
+"""The figures of runs: those of the paper, and a few more.
 
-Each function takes results (or plain arrays) and gives a `Drawing`, which makes SVG or PNG of it.
+Each function returns a `Drawing`, which can be rendered as SVG or PNG.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _WIDTH = 7.2
 _POINTS = 240
 _PAPER = "the paper's"
-_BECAME_RIGHT, _BECAME_WRONG = "#0f8b8d", "#c8553d"  # no method's colours
+_BECAME_RIGHT, _BECAME_WRONG = "#0f8b8d", "#c8553d"  # not used by any method
 _DASHES: Mapping[str, tuple[float, ...]] = {"plain": (1, 1.2), "episodic": (4, 1.5), "uda": (6, 1.5, 1, 1.5)}
 
 
@@ -42,7 +42,7 @@ class Curve(NamedTuple):
 
     Attributes:
         seen: Images seen, `(P,)`.
-        percent: The value there, `(P,)`.
+        percent: The value in percent, `(P,)`.
     """
 
     seen: np.ndarray
@@ -50,12 +50,12 @@ class Curve(NamedTuple):
 
 
 def sliding_mean(values: np.ndarray, window: int, points: int = _POINTS) -> Curve:
-    """Percent over the last `window` values (fewer at the beginning), from a quarter window on.
+    """Return the mean of the last `window` values in percent (fewer at the beginning), starting at a quarter window.
 
     Args:
         values: `(N,)`, in [0, 1].
-        window: How many values count.
-        points: About how many points of the curve are returned at most.
+        window: Size of the window.
+        points: Approximate maximum number of points.
     """
     count = len(values)
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -68,23 +68,23 @@ def sliding_mean(values: np.ndarray, window: int, points: int = _POINTS) -> Curv
 
 
 def choose_window(count: int) -> int:
-    """A twentieth of the stream, but at least the paper's 100 images; on short streams fewer."""
+    """Return a window of a twentieth of the stream, at least the paper's 100 images; smaller on short streams."""
     return max(1, min(count // 5, max(100, count // 20)))
 
 
 def draw_bars(table: Table, measure: Measure = "error", paper: bool = False) -> Drawing:
-    """Every method on every set as grouped bars with their 95% intervals, and the paper's values as diamonds."""
+    """Draw grouped bars of all methods and sets with 95% intervals, and the paper's values as diamonds."""
     methods = tuple(table.rows)
     width = 0.82 / len(methods)
 
     def draw(figure: Figure, tones: Tones) -> None:
         axes = figure.add_subplot()
         shown = False
-        for place, method in enumerate(methods):
+        for index, method in enumerate(methods):
             row = table.rows[method]
             places = [at for at, column in enumerate(table.columns) if column in row]
             cells = [row[table.columns[at]] for at in places]
-            x = np.array(places) + (place - (len(methods) - 1) / 2) * width
+            x = np.array(places) + (index - (len(methods) - 1) / 2) * width
             values = np.array([cell.value(measure) for cell in cells])
             ends = np.array([cell.ends(measure) for cell in cells]).reshape(-1, 2)
             axes.bar(x, values, width * 0.92, color=colour_of(method, methods), label=method_title(method))
@@ -114,7 +114,7 @@ def draw_bars(table: Table, measure: Measure = "error", paper: bool = False) -> 
 
 
 def draw_streams(results: Results, table: Table, measure: Measure = "accuracy") -> Drawing | None:
-    """Sliding-window accuracy along the stream, `fixed` against `online`, a panel for each set (paper, figure 2)."""
+    """Draw sliding-window accuracy along the stream, `fixed` and `online`, one panel per set (paper, figure 2)."""
     columns = [column for column in table.columns if column != MEAN]
     curves = {column: found for column in columns if len(found := _stream_curves(results, table, column, measure)) == 2}
     if not curves:
@@ -149,9 +149,9 @@ def _stream_curves(results: Results, table: Table, column: str, measure: Measure
 
 
 def stream_verdicts(results: Results, name: str) -> dict[str, np.ndarray]:
-    """Whether `fixed` and `online` are right, `(N,)` in the order of the online stream, averaged over repetitions.
+    """Return whether `fixed` and `online` are right, `(N,)` in stream order, averaged over repetitions.
 
-    A fixed network does not care about order, so it may have seen the images in another one.
+    The results of `fixed` do not depend on the order, so it may have been run in another one.
     """
     online = results.sources.get(("online", name), ())
     fixed = results.sources.get((BASELINE, name), ())
@@ -166,7 +166,7 @@ def stream_verdicts(results: Results, name: str) -> dict[str, np.ndarray]:
 
 
 def draw_gradual(results: Results, table: Table, measure: Measure = "error") -> Drawing:
-    """The error of every method along a shift that grows, a panel for each noise (paper, figure 3)."""
+    """Draw the error of each method along a gradual shift, one panel per noise (paper, figure 3)."""
     columns = [column for column in table.columns if column != MEAN]
     methods = tuple(table.rows)
     window = max(1, _stream_length(results, table, columns[0]) // 10)
@@ -196,7 +196,7 @@ def draw_gradual(results: Results, table: Table, measure: Measure = "error") -> 
 
 
 def draw_flips(table: Table) -> Drawing | None:
-    """How many images became right and how many wrong against `fixed`, for each set and method that adapts."""
+    """Draw how many images became right and wrong relative to `fixed`, per set and method."""
     columns = [column for column in table.columns if column != MEAN]
     methods = [
         method
@@ -233,7 +233,7 @@ def draw_flips(table: Table) -> Drawing | None:
 
 
 def draw_levels(tables: Sequence[Table], measure: Measure = "error", paper: bool = False) -> Drawing:
-    """The mean over the shifts at every level, a line for each method; the paper's as diamonds."""
+    """Draw the mean over the shifts at each level, one line per method; the paper's as diamonds."""
     tables = sorted(tables, key=lambda table: table.level or 0)
     methods = order_methods({method for table in tables for method, row in table.rows.items() if MEAN in row})
 
@@ -265,7 +265,7 @@ def draw_levels(tables: Sequence[Table], measure: Measure = "error", paper: bool
 
 
 def draw_cost(results: Results, table: Table, measure: Measure = "error") -> Drawing:
-    """Error against time for an image, a point for each method."""
+    """Draw error against time per image, one point per method."""
     column = MEAN if MEAN in table.columns else table.columns[-1]
     methods = tuple(method for method, row in table.rows.items() if column in row and results.seconds[method] > 0)
 
@@ -288,7 +288,7 @@ def draw_cost(results: Results, table: Table, measure: Measure = "error") -> Dra
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.xaxis.set_minor_formatter(lambda value, _: "")
         axes.margins(x=0.35, y=0.2)
-        axes.set_xlabel("milliseconds for an image")
+        axes.set_xlabel("milliseconds per image")
         name = "mean of the shifts" if column == MEAN else column_title(column)
         axes.set_ylabel(f"{measure} in %, {name}")
         axes.grid(which="major")
@@ -297,7 +297,7 @@ def draw_cost(results: Results, table: Table, measure: Measure = "error") -> Dra
 
 
 def draw_all(results: Results, measure: Measure = "error", paper: bool = False) -> Iterator[tuple[str, Table, Drawing]]:
-    """Every figure that the results allow, with its kind and the table it belongs to."""
+    """Yield all figures that the results allow, with their kind and table."""
     families: set[str] = set()
     for table in results.tables:
         if table.family.endswith("-gradual"):
@@ -305,7 +305,7 @@ def draw_all(results: Results, measure: Measure = "error", paper: bool = False) 
         yield "bars", table, draw_bars(table, measure, paper)
         if table.family in families or table.family.endswith("-gradual") or not _has_sets(results, table):
             continue
-        families.add(table.family)  # the hardest level shows how it goes; the others would repeat it
+        families.add(table.family)  # only for the highest level
         levels = [other for other in results.tables if other.family == table.family]
         if len(levels) > 1:
             yield "levels", table, draw_levels(levels, measure, paper)
@@ -316,7 +316,7 @@ def draw_all(results: Results, measure: Measure = "error", paper: bool = False) 
 
 
 def _has_sets(results: Results, table: Table) -> bool:
-    """Whether the columns are shifts of one set, and not sets of their own or classes."""
+    """Whether the columns are shifts of one set, rather than independent sets or classes."""
     names = {name for _, name in results.sources}
     return table.family != "" and all(table.set_name(column) in names for column in table.shifted)
 
@@ -326,7 +326,7 @@ def _stream_length(results: Results, table: Table, column: str) -> int:
 
 
 def _slug(table: Table) -> str:
-    """A table's name in letters, digits and dashes, for files and for what is named inside of a figure."""
+    """Return a table's name in letters, digits and dashes, for file names and SVG ids."""
     name = table.family or "sets"
     plain = re.sub(r"[^A-Za-z0-9_-]", "-", name)
     if plain != name.replace(".", "-") or len(plain) > 60:
@@ -335,16 +335,16 @@ def _slug(table: Table) -> str:
 
 
 def _hide_rest(grid: np.ndarray, count: int, across: int) -> None:
-    for place in range(count, grid.size):
-        grid.flat[place].set_visible(False)
-        if place >= across:
-            grid.flat[place - across].tick_params(labelbottom=True)
+    for index in range(count, grid.size):
+        grid.flat[index].set_visible(False)
+        if index >= across:
+            grid.flat[index - across].tick_params(labelbottom=True)
 
 
 def _diamonds(
     axes: Axes, tones: Tones, pairs: Sequence[tuple[float, float]], colour: str, label: str | None = None
 ) -> None:
-    """The paper's values."""
+    """Draw the paper's values."""
     axes.plot(
         [at for at, _ in pairs],
         [value for _, value in pairs],
@@ -361,10 +361,10 @@ def _diamonds(
 
 def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda place: labels[place] == _PAPER)  # points come before bars otherwise
+    order = sorted(range(len(labels)), key=lambda index: labels[index] == _PAPER)  # last
     figure.legend(
-        [handles[place] for place in order],
-        [labels[place] for place in order],
+        [handles[index] for index in order],
+        [labels[index] for index in order],
         ncols=min(5 if figure.get_figwidth() > 6 else 2, len(labels)),
         loc="outside upper left",
         fontsize=10,

@@ -1,7 +1,7 @@
-"""The page of runs: one HTML file with everything inside, so that it opens from a disk and can be sent to someone.
+"""The page of runs: one self-contained HTML file.
 
-Every number on it comes from the results; the template `run.html` holds the words around them, and `style.css` is the
-style that all pages share.
+All numbers come from the results; the template `run.html` has the text around them, and `style.css` is shared by all
+pages.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from testtime.report.samples import SetLookup, pick_samples
 from testtime.report.statistics import ROUNDS
 
 _ABOUT = {
-    "plain": "trained on classes only",
+    "plain": "trained on class labels only",
     "fixed": "the network as trained",
-    "episodic": "learns from one image, then forgets",
-    "online": "learns from each image and remembers it",
-    "uda": "trained on the unlabelled test set as well",
+    "episodic": "learns from each image, then resets",
+    "online": "learns from each image, without resetting",
+    "uda": "also trained on the unlabelled test set",
     "alp": "trained on adversarial images",
 }
 _CAPTIONS = {  # in the order of the page
-    "gradual": "In a sliding window along the stream, while the noise grows.",
+    "gradual": "In a sliding window along the stream, as the noise increases.",
     "bars": "Thin lines are 95% intervals over images.",
-    "streams": "In a sliding window along the stream; both lines saw the same images in the same order.",
+    "streams": "In a sliding window along the stream; both methods on the same images in the same order.",
     "levels": "The mean over the shifts; thin lines are 95% intervals.",
     "cost": "Time as measured in the runs, on the hardware below; thin lines are 95% intervals.",
     "flips": "Against fixed, on the same images.",
@@ -57,17 +57,17 @@ def render_run_page(
     seed: int = 0,
     command: str = "",
 ) -> str:
-    """The page as text.
+    """Render the page as HTML.
 
     Args:
-        results: What the runs found.
-        drawings: Its figures, from `draw_all`.
-        measure: Whether to show errors or accuracies.
-        paper: Whether to show the paper's numbers as well.
-        lookup: Finds the test sets, for sample pictures.
-        words: Sections to begin with: a title and paragraphs each.
-        seed: The seed of the intervals, for the record.
-        command: What made the page, for the record.
+        results: The results.
+        drawings: The figures, from `draw_all`.
+        measure: Error or accuracy.
+        paper: Whether to include the paper's numbers.
+        lookup: Opens the test sets, for sample images.
+        words: Sections at the beginning, each a title and paragraphs.
+        seed: The seed of the intervals, to record.
+        command: The command line, to record.
     """
     from markupsafe import Markup
 
@@ -107,7 +107,7 @@ def render_run_page(
 
 
 def format_summary(results: Results, measure: Measure) -> dict[str, str]:
-    """The result in words, whatever it is: title, kicker, headline and a first paragraph."""
+    """Summarise the results in words: title, kicker, headline and first paragraph."""
     table = results.tables[0]
     column = MEAN if MEAN in table.columns else table.columns[-1]
     rows = {method: row[column] for method, row in table.rows.items() if column in row}
@@ -126,7 +126,7 @@ def format_summary(results: Results, measure: Measure) -> dict[str, str]:
         if best is None:
             return words | {"headline": f"Results {where}", "lead": "Not every set is finished yet."}
         text = f"{method_title(best)} has {measure} {rows[best].value(measure):.1f}% {where}"
-        return words | {"headline": text, "lead": "There is nothing to compare it with yet."}
+        return words | {"headline": text, "lead": "There is no method to compare it with yet."}
     base, cell = rows[BASELINE], rows[learner]
     old, new = f"{base.value(measure):.1f}%", f"{cell.value(measure):.1f}%"
     verbs = {"error": ("cut", "raised"), "accuracy": ("raised", "lowered")}[measure]
@@ -134,7 +134,7 @@ def format_summary(results: Results, measure: Measure) -> dict[str, str]:
         verb = verbs[0] if cell.mark == "*" else verbs[1]
         headline = f"Learning at test time {verb} the {measure} {where} from {old} to {new}"
     else:
-        headline = f"Learning at test time made no clear difference {where}: {measure} {old} before, {new} after"
+        headline = f"Learning at test time made no significant difference {where}: {measure} {old} before, {new} after"
     return words | {"headline": headline, "lead": _lead(table, learner, base, cell)}
 
 
@@ -142,21 +142,21 @@ def _lead(table: Table, learner: str, base: Cell, cell: Cell) -> str:
     change = base.error - cell.error
     share = f": {100 * change / base.error:.0f}% fewer mistakes" if base.error and change > 0 else ""
     side = "below" if change >= 0 else "above"
-    parts = [f"The error with {learner} is {abs(change):.1f} points {side} that of the same network left fixed{share}."]
+    parts = [f"The error with {learner} is {abs(change):.1f} points {side} that of the fixed network{share}."]
     marks = [table.rows[learner][column].mark for column in table.shifted if column in table.rows[learner]]
     if len(marks) > 1:
         counted = {"better": marks.count("*"), "worse": marks.count("†")}
         counts = " and ".join(f"{word} on {number}" for word, number in counted.items() if number)
         if counts:
-            rest = "; elsewhere the difference could be chance" if marks.count("") else ""
+            rest = "; on the others the difference is not significant" if marks.count("") else ""
             parts.append(f"Of the {len(marks)} sets it is {counts} (p < {SIGNIFICANT}){rest}.")
         else:
-            parts.append(f"On each of the {len(marks)} sets the difference could be chance.")
+            parts.append(f"On none of the {len(marks)} sets is the difference significant.")
     clean = [table.rows[method].get("original") for method in (BASELINE, learner)]
     if clean[0] is not None and clean[1] is not None:
         moved = clean[1].error - clean[0].error
         words = (
-            "stays the same" if abs(moved) < 0.05 else f"{'rises' if moved > 0 else 'falls'} by {abs(moved):.1f} points"
+            "is unchanged" if abs(moved) < 0.05 else f"{'rises' if moved > 0 else 'falls'} by {abs(moved):.1f} points"
         )
         parts.append(f"On the original test set the error {words}.")
     return " ".join(parts)
@@ -189,7 +189,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _lay_out(table: Table, measure: Measure, paper: bool) -> dict[str, Any]:
-    """Headings and rows of a table with sets down and methods across."""
+    """Return headings and rows of a table with sets as rows and methods as columns."""
     compared = _compared(table, measure) if paper else set()
     heads: list[dict[str, str]] = []
     for method in table.rows:
@@ -216,7 +216,7 @@ def _lay_out(table: Table, measure: Measure, paper: bool) -> dict[str, Any]:
 
 
 def _compared(table: Table, measure: Measure) -> set[str]:
-    """The methods for which the paper has numbers."""
+    """Return the methods for which the paper has numbers."""
     return {
         method
         for method in table.rows
@@ -260,7 +260,7 @@ def _paper_notes(results: Results, paper: bool) -> list[str]:
 
 
 def describe_run(run: Run) -> list[tuple[str, str, bool]]:
-    """What a run's folder says of itself: title, text, and whether the text is code."""
+    """Describe a run: title, text, and whether the text is code."""
     about, plan = run.about, run.configuration
     facts: list[tuple[str, str, bool]] = []
     if about.get("command"):
@@ -276,8 +276,8 @@ def describe_run(run: Run) -> list[tuple[str, str, bool]]:
         architecture = network.get("architecture") if isinstance(network, Mapping) else None
         text = _pairs(architecture) if isinstance(architecture, Mapping) else str(network)
         mark = network.get("fingerprint", "") if isinstance(network, Mapping) else ""
-        mark = f"one for each of {len(mark)} sets" if isinstance(mark, Mapping) else str(mark)[:12]
-        facts.append((f"Network, {role}", f"{text}{f'; fingerprint {mark}' if mark else ''}", False))
+        label = f"one for each of {len(mark)} sets" if isinstance(mark, Mapping) else str(mark)[:12]
+        facts.append((f"Network, {role}", f"{text}{f'; fingerprint {label}' if label else ''}", False))
     methods = plan.get("methods")
     for method, settings in methods.items() if isinstance(methods, Mapping) else ():
         if isinstance(settings, Mapping):
@@ -286,7 +286,7 @@ def describe_run(run: Run) -> list[tuple[str, str, bool]]:
             facts.append((method, _pairs(shown | (dict(inner) if isinstance(inner, Mapping) else {})), False))
     facts += [(key.capitalize(), str(plan[key]), False) for key in ("shuffle", "limit") if plan.get(key)]
     seconds = sum(unit.seconds for unit in run.units)
-    facts.append(("Finished", f"{len(run.units):,} units, {seconds:,.0f} s in all", False))
+    facts.append(("Finished", f"{len(run.units):,} units, {seconds:,.0f} s in total", False))
     remarks = about.get("remarks")
     if isinstance(remarks, Mapping):
         facts += [(str(title), str(text), False) for title, text in remarks.items()]
@@ -298,19 +298,19 @@ def describe_run(run: Run) -> list[tuple[str, str, bool]]:
 
 
 def _format_learning(units: Sequence[Unit]) -> str:
-    """From how many images a method learned; nothing for one that does not."""
+    """Describe how many images a method learned from; empty for one that does not learn."""
     counts = [unit.about.get("counts", {}) for unit in units]
     images, adapted, undone = (
         sum(count.get(key, 0) for count in counts) for key in ("images", "adapted", "rolled_back")
     )
     if not adapted and not undone:
         return ""
-    text = f"from {adapted:,} of {images:,} images ({adapted / max(images, 1):.1%}); undone by the guard on {undone:,}"
+    text = f"from {adapted:,} of {images:,} images ({adapted / max(images, 1):.1%}); rolled back on {undone:,}"
     found = [unit.about["threshold"] for unit in units if "threshold" in unit.about]
     if found:
-        text += f"; thresholds {min(found):.4g} to {max(found):.4g}, from all images of each set at once"
+        text += f"; thresholds {min(found):.4g} to {max(found):.4g}, from all images of each set"
     return text
 
 
 def _pairs(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None) or "as it is"
+    return ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None) or "default"

@@ -1,8 +1,8 @@
-"""The tables of runs as text: Markdown, LaTeX with booktabs, CSV, and for the terminal.
+"""Tables of runs as Markdown, LaTeX with booktabs, CSV, and for the terminal.
 
-Markdown and LaTeX have methods down and sets across, as the paper prints them; under a method's row stands half the
-width of its 95% interval, and with `paper` the paper's own row and the difference. The terminal has sets down, because
-seventeen columns do not fit. CSV has a line for each number with everything known about it.
+In Markdown and LaTeX, methods are rows and sets are columns, as in the paper; below each method are the half width of
+its 95% interval and, with `paper`, the paper's values and the differences. In the terminal, sets are rows, because
+seventeen columns do not fit. CSV has one line per cell with all its statistics.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CSV_FIELDS = (
 
 
 def explain(results: Results, measure: Measure) -> list[str]:
-    """What the numbers and signs in the tables mean, a sentence each."""
+    """Explain the numbers and symbols of the tables, one sentence each."""
     better = "lower" if measure == "error" else "higher"
     lines = [
         f"{'Wrong' if measure == 'error' else 'Right'} predictions in percent, {better} is better; the best of a set "
@@ -72,13 +72,13 @@ def explain(results: Results, measure: Measure) -> list[str]:
 
 
 def difference(value: float, paper: float) -> str:
-    """Ours minus the paper's, both as printed, with its sign."""
+    """Format our value minus the paper's, both as printed, with its sign."""
     change = round(round(value, 1) - round(paper, 1), 1)
     return f"{change:+.1f}".replace("-", "−") if change else "0.0"
 
 
 def _rows(table: Table, measure: Measure, paper: bool) -> list[tuple[str, str, list[str]]]:
-    """Kind, heading and cells of every line of a table; cells are plain text, `` where there is nothing."""
+    """Return kind, heading and cells of each line of a table; cells are plain text, possibly empty."""
     lines: list[tuple[str, str, list[str]]] = []
     for method, row in table.rows.items():
         cells = [row.get(column) for column in table.columns]
@@ -103,7 +103,7 @@ def _number(cell: Cell | None, measure: Measure) -> str:
 
 
 def markdown(results: Results, measure: Measure = "error", paper: bool = False) -> str:
-    """All tables as Markdown, with what the signs mean."""
+    """Format all tables as Markdown, with an explanation of the symbols."""
     parts: list[str] = []
     for table in results.tables:
         heading = [measure + " in %", *(_cell(column_short(column)) for column in table.columns)]
@@ -126,7 +126,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    # What would end a cell, begin emphasis, a link or a formula, or be taken for HTML.
+    # Escape cell separators, emphasis, links, formulas and HTML.
     text = html.escape(printable(text), quote=False)
     for sign in "\\|*_`[]$":
         text = text.replace(sign, "\\" + sign)
@@ -158,7 +158,7 @@ _LATEX = {
 
 
 def latex(results: Results, measure: Measure = "error", paper: bool = False) -> str:
-    """All tables as LaTeX floats; a document needs the packages booktabs and graphicx."""
+    """Format all tables as LaTeX floats, which need the packages booktabs and graphicx."""
     parts = ["% needs \\usepackage{booktabs} and \\usepackage{graphicx}"]
     for table in results.tables:
         columns = "l" + "r" * len(table.columns)
@@ -173,10 +173,10 @@ def latex(results: Results, measure: Measure = "error", paper: bool = False) -> 
             " & ".join(["", *(_latex(column_short(column)) for column in table.columns)]) + r" \\",
             r"\midrule",
         ]
-        for place, (kind, title, cells) in enumerate(_rows(table, measure, paper)):
+        for index, (kind, title, cells) in enumerate(_rows(table, measure, paper)):
             texts = [_latex(text) for text in cells]
             if kind in table.rows:
-                if place and paper:
+                if index and paper:
                     lines.append(r"\addlinespace")
                 texts = [
                     rf"\textbf{{{text}}}" if text and table.is_best(kind, column) else text
@@ -197,7 +197,7 @@ def _latex(text: str) -> str:
 
 
 def as_csv(results: Results, measure: Measure = "error") -> str:
-    """Every number of every table on a line of its own."""
+    """Format every cell of every table as one CSV line."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(CSV_FIELDS)
@@ -235,7 +235,7 @@ def as_csv(results: Results, measure: Measure = "error") -> str:
 
 
 def terminal(results: Results, measure: Measure = "error", paper: bool = False, width: int = 80) -> list[RichTable]:
-    """The tables for a terminal, sets down and methods across; in pieces where not all methods fit the width."""
+    """Format the tables for a terminal, sets as rows; split if the methods do not fit the width."""
     made: list[RichTable] = []
     for table in results.tables:
         compared = {
@@ -257,7 +257,7 @@ def _terminal_table(table: Table, methods: Sequence[str], compared: set[str], me
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    # Texts, because rich takes what stands in brackets in a plain one for instructions.
+    # `Text`, because rich interprets brackets in strings as markup.
     shown = RichTable(
         title=Text(printable(table.title)), title_justify="left", title_style="bold", header_style="", box=None
     )

@@ -1,4 +1,4 @@
-"""Pictures whose prediction changed, picked by a fixed rule."""
+"""Sample images whose prediction changed, selected by a fixed rule."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SetLookup:
-    """Finds test sets by name.
+    """Opens test sets by name.
 
     Attributes:
-        root: The folder of data sets.
+        root: Root folder of the data sets.
         sets: Test sets that cannot be opened by name.
     """
 
@@ -33,22 +33,22 @@ class SetLookup:
     sets: Mapping[str, TestSet] = field(default_factory=dict)
 
     def open(self, name: str) -> TestSet:
-        """The test set of a name."""
+        """Open a test set."""
         return self.sets[name] if name in self.sets else data.open(name, self.root)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture and what was made of it.
+    """An image and its predictions.
 
     Attributes:
-        column: The set it is from, in words.
-        number: Its number there.
-        label: What it shows.
-        before: What `fixed` says (or the network just before it learned from it).
-        after: What is said after learning.
+        column: The title of its set.
+        number: Its sample index.
+        label: The true class.
+        before: The prediction of `fixed`, or of the network just before learning from the image.
+        after: The prediction after learning.
         is_right: Whether `after` is right.
-        picture: The image as a PNG file.
+        picture: The image as PNG.
     """
 
     column: str
@@ -61,36 +61,36 @@ class Sample:
 
     @property
     def source(self) -> str:
-        """The picture as a `data:` address."""
+        """The image as a `data:` URL."""
         return "data:image/png;base64," + base64.b64encode(self.picture).decode()
 
 
 def pick_samples(results: Results, table: Table, lookup: SetLookup | None = None) -> tuple[list[Sample], str]:
-    """From each set of a table one image that learning turned right, from some one that it turned wrong.
+    """Select from each set of a table an image that adaptation corrected, and from every fourth also one that it broke.
 
-    Of the images that flipped, in the order of their numbers, it is the middle one.
+    It is the median of the flipped images by sample index.
 
     Args:
-        results: What the runs found.
-        table: Whose sets to take.
-        lookup: Finds the sets; by default those under the usual data root.
+        results: The results.
+        table: The table whose sets to use.
+        lookup: Opens the sets; by default from the default data root.
 
     Returns:
-        The samples, and a word on why there are none, if so.
+        The samples, and the reason if there are none.
     """
     method = next((name for name in ("online", "episodic") if name in table.rows), None)
     if method is None:
         return [], "No method of the run learns, so no prediction changed."
     samples: list[Sample] = []
     columns = [column for column in table.columns if column != MEAN and column in table.rows[method]]
-    for place, column in enumerate(columns):
+    for index, column in enumerate(columns):
         name = table.set_name(column)
         sources = results.sources[method, name]
         if any(source.unit.held is not None for source in sources[:1]):
-            return [], "Sample pictures are left out: a summary holds no records."
+            return [], "Sample images are omitted: a summary contains no records."
         flips = _find_flips(sources[0], results.sources.get((BASELINE, name), ()))
         wanted = [list(flips.right)[len(flips.right) // 2 :][:1]]
-        if place % 4 == 0:
+        if index % 4 == 0:
             wanted.append(list(flips.wrong)[len(flips.wrong) // 2 :][:1])
         numbers = [number for part in wanted for number in part]
         if not numbers:
@@ -98,8 +98,8 @@ def pick_samples(results: Results, table: Table, lookup: SetLookup | None = None
         try:
             images, classes = _open(name, numbers, lookup or SetLookup(), sources[0])
         except (ValueError, OSError, IndexError) as error:
-            log.info("%s: no pictures for the report (%s)", name, error)
-            return [], f"Sample pictures are left out: {error}"
+            log.info("%s: no sample images for the report (%s)", name, error)
+            return [], f"Sample images are omitted: {error}"
         for number, image in zip(numbers, images, strict=True):
             label, before, after = (flips.right | flips.wrong)[number]
             samples.append(
@@ -118,7 +118,7 @@ def pick_samples(results: Results, table: Table, lookup: SetLookup | None = None
 
 @dataclass(frozen=True)
 class _Flips:
-    """Label, prediction before and after by number, of the images that became right and of those that became wrong."""
+    """Label, prediction before and prediction after, by sample index, of images that became right and wrong."""
 
     right: dict[int, tuple[int, int, int]]
     wrong: dict[int, tuple[int, int, int]]
@@ -153,7 +153,7 @@ def _open(name: str, numbers: list[int], lookup: SetLookup, source: RunUnit) -> 
     test_set = lookup.open(name)
     expected = fingerprints(source.run).get(name)
     if expected is not None and expected != test_set.fingerprint():
-        raise ValueError(f"{name} here is not the set that was measured.")
+        raise ValueError(f"{name} is not the set used in the run.")
     return test_set.images(numbers), test_set.classes
 
 
@@ -162,9 +162,9 @@ def _name(number: int, classes: tuple[str, ...]) -> str:
 
 
 def make_png(image: Tensor, side: int = 96) -> bytes:
-    """An image, uint8 `(C, H, W)`, as a PNG file of about the given side.
+    """Encode an image, uint8 `(C, H, W)`, as PNG, about `side` pixels wide.
 
-    Small images are enlarged so that each pixel becomes a square.
+    Small images are enlarged by nearest-neighbour interpolation.
     """
     from PIL import Image
 

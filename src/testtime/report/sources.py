@@ -1,4 +1,4 @@
-"""Which units of which runs belong together, and whether they may: the same data, the same meaning of each method."""
+"""Grouping the units of runs, and checking that runs can be combined: same data, same methods."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from testtime.evaluation.records import stream_order
 from testtime.provenance import find_differences
 from testtime.storage import FileError
 
-_LARGEST = 1 << 25  # images of a set; the order of more would take gigabytes
+_LARGEST = 1 << 25  # maximum sample index for which to recompute the order
 
 
 class ResultsError(FileError):
-    """A run, or a file of results, that no report can be made of."""
+    """A run or a result file that cannot be reported."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class RunUnit:
 
 @dataclass(frozen=True)
 class SetVerdicts:
-    """What became of the images of a set under one method.
+    """Which predictions of one method on a set are right.
 
     Attributes:
-        samples: `(N,)`, rising.
-        labels: `(N,)`.
-        right: float64 `(R, N)`, a row for each repetition.
-        seconds: `(R,)`.
+        samples: Sample indices in ascending order, `(N,)`.
+        labels: Class labels, `(N,)`.
+        right: Whether the predictions are right, float64 `(R, N)`, one row per repetition.
+        seconds: Seconds of each repetition, length R.
     """
 
     samples: np.ndarray
@@ -56,10 +56,10 @@ RunUnits = dict[tuple[str, str], tuple[RunUnit, ...]]
 
 
 def sort_units(runs: Sequence[Run]) -> tuple[RunUnits, list[str]]:
-    """The labelled units of runs by method and set, and what a reader should know of what was left out.
+    """Return the labelled units of runs by method and set, and notes on what was omitted.
 
     Raises:
-        ResultsError: There is nothing to report, or the runs do not belong together.
+        ResultsError: There is nothing to report, or the runs cannot be combined.
     """
     notes: list[str] = []
     if not runs:
@@ -70,15 +70,15 @@ def sort_units(runs: Sequence[Run]) -> tuple[RunUnits, list[str]]:
             raise ResultsError(run.path, "was given twice")
         paths.add(run.path.resolve())
         if not run.units:
-            raise ResultsError(run.path, "holds no finished unit yet")
+            raise ResultsError(run.path, "contains no finished unit yet")
         if run.damaged:
-            notes.append(f"{run.path.name}: {_count(len(run.damaged), 'damaged file')} left out.")
+            notes.append(f"{run.path.name}: {_count(len(run.damaged), 'damaged file')} omitted.")
     for first, other in itertools.combinations(runs, 2):
         _check_same_kind(first, other)
     summaries = [run for run in runs if any(unit.held is not None for unit in run.units)]
     if summaries:
-        windows = "" if all("shuffle" in run.configuration for run in summaries) else ", such as sliding windows,"
-        notes.append(f"From a summary of runs: what needs every record{windows} is left out.")
+        windows = "" if all("shuffle" in run.configuration for run in summaries) else ", e.g. sliding windows,"
+        notes.append(f"From a summary of runs: whatever needs all records{windows} is omitted.")
     found: dict[tuple[str, str], list[RunUnit]] = {}
     unlabelled: set[str] = set()
     twice: dict[tuple[str, str], int] = {}
@@ -95,31 +95,31 @@ def sort_units(runs: Sequence[Run]) -> tuple[RunUnits, list[str]]:
                 names = twin.run.path.name, run.path.name
                 twice[names] = twice.get(names, 0) + 1
     notes += [
-        f"{_count(count, 'unit')} of {second} stood in {first} already, of the same network and seed: counted once."
+        f"{_count(count, 'unit')} of {second} with the same network and seed as in {first}: counted once."
         for (first, second), count in twice.items()
     ]
-    notes += [f"{name} has no labels, so there is no error to show." for name in sorted(unlabelled)]
+    notes += [f"{name} has no labels, hence no error." for name in sorted(unlabelled)]
     if not found:
-        raise ResultsError(runs[0].path, "has no labelled set, so there is no error to report")
+        raise ResultsError(runs[0].path, "has no labelled set, hence no error to report")
     return {key: tuple(entries) for key, entries in found.items()}, notes
 
 
 def _is_same(one: RunUnit, two: RunUnit) -> bool:
-    """Whether two units are the same measurement, or would be but for the clock, and not repetitions of each other."""
+    """Whether two units are the same measurement, up to its time, rather than repetitions."""
     if one.unit != two.unit:
         return False
-    marks = [_network_mark(source) for source in (one, two)]
-    if None not in marks:
-        return marks[0] == marks[1]
+    networks = [_find_fingerprint(source) for source in (one, two)]
+    if None not in networks:
+        return networks[0] == networks[1]
     return all(one.unit.about.get(key) == two.unit.about.get(key) for key in ("seconds", "counts", "device"))
 
 
-def _network_mark(source: RunUnit) -> str | None:
-    """The fingerprint of the network that a unit used, where its run says so."""
+def _find_fingerprint(source: RunUnit) -> str | None:
+    """Return the fingerprint of a unit's network, if recorded."""
     plan, unit = source.run.configuration, source.unit
     try:
-        mark = plan["networks"][plan["methods"][unit.method]["network"]]["fingerprint"]
-        return mark if isinstance(mark, str) else str(mark[unit.set_name])
+        found = plan["networks"][plan["methods"][unit.method]["network"]]["fingerprint"]
+        return found if isinstance(found, str) else str(found[unit.set_name])
     except (KeyError, TypeError):
         return None
 
@@ -127,27 +127,27 @@ def _network_mark(source: RunUnit) -> str | None:
 def _check_same_kind(first: Run, other: Run) -> None:
     norms = [", ".join(sorted(find_norms([run]))) for run in (first, other)]
     if norms[0] != norms[1]:
-        fault = f"has networks of normalization {norms[1] or 'unknown'}, where {first.path} has {norms[0] or 'unknown'}"
-        raise ResultsError(other.path, fault, "report them apart")
+        fault = f"has networks with normalization {norms[1] or 'unknown'}, {first.path} has {norms[0] or 'unknown'}"
+        raise ResultsError(other.path, fault, "report them separately")
     for name in sorted(fingerprints(first).keys() & fingerprints(other).keys()):
         if fingerprints(first)[name] != fingerprints(other)[name]:
-            raise ResultsError(other.path, f"is of different data: {name} is not the same as in {first.path}")
+            raise ResultsError(other.path, f"has different data: {name} is not the same as in {first.path}")
     ours, theirs = (run.configuration.get("methods") for run in (first, other))
     if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
         return
     for method in sorted(ours.keys() & theirs.keys()):
         different = compare_methods({method: ours[method]}, {method: theirs[method]})
         if different:
-            fault = f"means something else by {method} than {first.path} ({different[0]})"
-            raise ResultsError(other.path, fault, "report them apart")
+            fault = f"has another {method} than {first.path} ({different[0]})"
+            raise ResultsError(other.path, fault, "report them separately")
 
 
 def compare_methods(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Where the methods of two runs differ; a setting that only one of them knows had its default in the other.
+    """Return the differences between the methods of two runs; settings missing in one are taken as defaults.
 
     Args:
-        ours: Mode, network and settings by method, as a run's configuration has them.
-        theirs: Those of the other run, under the same names.
+        ours: Mode, network and settings by method, as in a run's configuration.
+        theirs: The same for the other run.
     """
     usual = {field.name: field.default for field in fields(Settings)}
 
@@ -159,20 +159,20 @@ def compare_methods(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[
         return held
 
     pairs = {name: (complete(ours[name], theirs[name]), complete(theirs[name], ours[name])) for name in ours}
-    return find_differences(*({name: pair[place] for name, pair in pairs.items()} for place in (0, 1)))
+    return find_differences(*({name: pair[side] for name, pair in pairs.items()} for side in (0, 1)))
 
 
 def stream_of(source: RunUnit) -> np.ndarray | None:
-    """The numbers of a unit's images in the order of its stream, `(N,)`; None where that is not known.
+    """Return the sample indices of a unit in the order of its stream, `(N,)`, or None if not known.
 
-    A summary leaves the order out. Its run says whether it was shuffled, though, and the shuffled order is a function
-    of the seed: any of the numbers stand in it as they do in the order of all.
+    A summary does not store the order, but it records whether the run was shuffled, and the order is a function of the
+    seed; a subset of the samples has the same relative order.
     """
     unit, shuffled = source.unit, source.run.configuration.get("shuffle")
     if unit.held is None:
         return unit.columns()["sample"]
     samples = unit.held.samples
-    if shuffled is False or (unit.corruption is not None and unit.level is None):  # a gradual set is its own order
+    if shuffled is False or (unit.corruption is not None and unit.level is None):  # the order of a gradual set is fixed
         return samples
     if shuffled is None or samples[-1] >= _LARGEST:
         return None
@@ -181,9 +181,9 @@ def stream_of(source: RunUnit) -> np.ndarray | None:
 
 
 def fingerprints(run: Run) -> dict[str, str]:
-    """The fingerprints of a run's sets by name, of those that it knows."""
+    """Return the recorded fingerprints of a run's sets by name."""
     sets = run.configuration.get("sets")
-    return {name: str(mark) for name, mark in sets.items()} if isinstance(sets, Mapping) else {}
+    return {name: str(value) for name, value in sets.items()} if isinstance(sets, Mapping) else {}
 
 
 def _count(number: int, what: str) -> str:
@@ -191,17 +191,17 @@ def _count(number: int, what: str) -> str:
 
 
 def read_verdicts(key: tuple[str, str], sources: Sequence[RunUnit]) -> SetVerdicts:
-    """The verdicts of one method on one set, a row for each repetition.
+    """Read the verdicts of one method on one set, one row per repetition.
 
     Raises:
-        ResultsError: There are no images, or the repetitions are of different ones.
+        ResultsError: There are no images, or the repetitions have different ones.
     """
     samples = labels = None
     right: list[np.ndarray] = []
     for source in sources:
         found = source.unit.verdicts()
         if len(found.samples) == 0:
-            raise ResultsError(source.run.path, f"holds no image of {key[1]} under {key[0]}")
+            raise ResultsError(source.run.path, f"contains no images of {key[1]} for {key[0]}")
         if samples is not None and labels is not None:
             _check_same(key[1], (samples, labels), (found.samples, found.labels), sources[0], source)
         samples, labels = found.samples, found.labels
@@ -212,10 +212,10 @@ def read_verdicts(key: tuple[str, str], sources: Sequence[RunUnit]) -> SetVerdic
 
 
 def check_images(verdicts: Mapping[tuple[str, str], SetVerdicts], sources: RunUnits) -> None:
-    """Check that all methods saw the same images of each set.
+    """Check that all methods were run on the same images of each set.
 
     Raises:
-        ResultsError: They did not.
+        ResultsError: They were not.
     """
     first: dict[str, tuple[str, str]] = {}
     for key, found in verdicts.items():
@@ -238,11 +238,11 @@ def _check_same(
     else:
         return
     here, there = f"here ({second.unit.method})", f"in {first.run.path} ({first.unit.method})"
-    raise ResultsError(second.run.path, f"is of different data: of {name} there are {fault} {here} and {there}")
+    raise ResultsError(second.run.path, f"has different data: {name} has {fault} {here} and {there}")
 
 
 def find_norms(runs: Sequence[Run]) -> set[str]:
-    """The kinds of normalization that the configurations of runs mention."""
+    """Return the kinds of normalization in the configurations of runs."""
 
     def walk(value: Any) -> Iterator[str]:
         if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""How sure a measured number is: bootstrap intervals, paired tests, a line through points.
+"""Statistics: bootstrap intervals, paired tests, line fits.
 
-All of it is small and needs numpy alone. The bootstrap draws through `testtime.randomness`, so the same seed gives the
-same interval on every machine, and columns given together are resampled together: the images of a corruption benchmark
-are the same under every corruption, and the interval of a mean over corruptions must not pretend otherwise.
+The bootstrap uses `testtime.randomness`, so a seed gives the same interval on every machine. Columns passed together
+are resampled jointly: the images of a corruption benchmark are the same under every corruption, so an interval of the
+mean over corruptions must not treat them as independent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DRAWS_AT_ONCE = 1 << 21
 
 
 class Interval(NamedTuple):
-    """The ends of a confidence interval."""
+    """A confidence interval."""
 
     low: float
     high: float
@@ -35,9 +35,9 @@ class Line(NamedTuple):
         slope: Its slope.
         offset: Its value at 0.
         correlation: Pearson's r of the points.
-        at: Where the band is given.
-        low: The band's lower edge there.
-        high: Its upper edge.
+        at: X values of the band.
+        low: Lower edge of the band.
+        high: Upper edge of the band.
     """
 
     slope: float
@@ -49,23 +49,23 @@ class Line(NamedTuple):
 
 
 def bootstrap_means(values: np.ndarray, seed: int = 0, rounds: int = ROUNDS) -> np.ndarray:
-    """Means of the columns over images drawn again with replacement.
+    """Return bootstrap means of the columns, over images drawn with replacement.
 
     Args:
-        values: `(N, K)`, one row for each image.
+        values: `(N, K)`, one row per image.
         seed: Seed of the draws.
-        rounds: How many times the N images are drawn.
+        rounds: Number of bootstrap samples.
 
     Returns:
-        float64 `(rounds, K)`; a round draws the same images for all columns.
+        float64 `(rounds, K)`; each round draws the same images for all columns.
     """
     sums = [part.astype(np.float64) @ values for part in _draw_counts(len(values), seed, rounds)]
     return np.concatenate(sums) / len(values)
 
 
-@functools.lru_cache(maxsize=2)  # sets of one benchmark have equally many images
+@functools.lru_cache(maxsize=2)  # the sets of a benchmark have the same size
 def _draw_counts(count: int, seed: int, rounds: int) -> list[np.ndarray]:
-    """How often each of `count` images is drawn, `(rounds, count)` in pieces."""
+    """Return how often each of `count` images is drawn, `(rounds, count)` in pieces."""
     step = max(1, _DRAWS_AT_ONCE // max(count, 1))
     pieces = []
     for start in range(0, rounds, step):
@@ -78,21 +78,21 @@ def _draw_counts(count: int, seed: int, rounds: int) -> list[np.ndarray]:
 
 
 def interval_of(means: np.ndarray, confidence: float = 0.95) -> Interval:
-    """The middle part of bootstrap means, `(rounds,)`, that holds the given share of them."""
+    """Return the percentile interval of bootstrap means `(rounds,)`."""
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return Interval(float(low), float(high))
 
 
 def sign_test(more: int, fewer: int) -> float:
-    """The exact two-sided p-value of so many changes one way and so many the other, if both were as likely.
+    """Return the exact two-sided p-value of a sign test with `more` positive and `fewer` negative differences.
 
-    On the images that two methods get right and wrong differently this is McNemar's exact test.
+    On the images that exactly one of two methods gets right, this is McNemar's exact test.
     """
     count = more + fewer
     if count == 0:
         return 1.0
-    # Terms are taken from the middle outwards in logarithms: 2 ** -count is too small for a float.
+    # In logarithms, because 2 ** -count underflows.
     logs = [_log_choose(count, k) - count * math.log(2) for k in range(min(more, fewer) + 1)]
     return min(1.0, 2 * math.fsum(math.exp(value) for value in logs))
 
@@ -102,37 +102,37 @@ def _log_choose(n: int, k: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected for their number by Holm's method, in the order given."""
-    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    """Return p-values corrected by Holm's method, in the given order."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, place in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
-        corrected[place] = largest
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
     return corrected
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """The standard deviation of several runs' results (n - 1); None for fewer than two."""
+    """Return the sample standard deviation (n - 1); None for fewer than two values."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
 def fit_line(x: np.ndarray, y: np.ndarray, confidence: float = 0.99, points: int = 100) -> Line:
-    """Fit a line and give its confidence band over the range of `x`.
+    """Fit a line and its confidence band over the range of `x`.
 
     Args:
-        x: `(N,)`, at least three points, not all at one place.
+        x: `(N,)`, at least three points, not all equal.
         y: `(N,)`.
-        confidence: Of the band.
-        points: The number of places at which the band is given.
+        confidence: Confidence level of the band.
+        points: Number of points of the band.
 
     Raises:
-        ValueError: There are too few points for a line and its band.
+        ValueError: There are too few distinct points.
     """
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     if x.shape != y.shape or x.ndim != 1:
-        raise ValueError(f"`x` and `y` must be of one length, got shapes {x.shape} and {y.shape}.")
+        raise ValueError(f"`x` and `y` must have the same length, got shapes {x.shape} and {y.shape}.")
     if len(x) < 3 or np.ptp(x) == 0:
-        raise ValueError(f"A line needs at least 3 points at different places, got {len(x)}.")
+        raise ValueError(f"A line needs at least 3 points, not all at the same `x`, got {len(x)}.")
     centred = x - x.mean()
     scatter = float(centred @ centred)
     slope = float(centred @ (y - y.mean())) / scatter
@@ -148,7 +148,7 @@ def fit_line(x: np.ndarray, y: np.ndarray, confidence: float = 0.99, points: int
 
 
 def student_quantile(share: float, freedom: int) -> float:
-    """The value below which Student's t with `freedom` degrees of freedom lies with probability `share` (≥ 0.5)."""
+    """Return the quantile of Student's t with `freedom` degrees of freedom at probability `share` (≥ 0.5)."""
     low, high = 0.0, 1.0
     while _student_below(high, freedom) < share:
         high *= 2
@@ -159,7 +159,7 @@ def student_quantile(share: float, freedom: int) -> float:
 
 
 def _student_below(t: float, freedom: int) -> float:
-    # Abramowitz and Stegun 26.7.3 and 26.7.4: finite sums for whole degrees of freedom.
+    # Abramowitz and Stegun 26.7.3 and 26.7.4: finite sums for integer degrees of freedom.
     angle = math.atan2(t, math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2

@@ -1,16 +1,16 @@
-"""Training: the supervised task alone, jointly with the self-supervised one, and two baselines (paper, sections 2, 3).
+"""Training: supervised, jointly with the self-supervised task, and two baselines (paper, sections 2 and 3).
 
-A method is one function that turns a batch into its loss, as named terms that are added up:
+A method is a function from a batch to its loss, as a sum of named terms:
 
-    plain   cross-entropy of the classes: "object recognition task only"
-    joint   that, and the self-supervised task's loss on the same images: what Test-Time Training starts from
-    alp     that of plain, and the distance between the logits of an image and of its adversarial twin (Kannan et al.)
-    uda     that of joint, and the task's loss on the unlabelled target set (UDA-SS, Sun et al.)
+    plain   classification loss only ("object recognition task only")
+    joint   plus the self-supervised loss on the same images: the starting point of Test-Time Training
+    alp     plain plus the distance between the logits of an image and its adversarial example (Kannan et al.)
+    uda     joint plus the self-supervised loss on the unlabelled target set (UDA-SS, Sun et al.)
 
-One loop trains them all. The images live on the device as uint8; shuffling and augmentation are functions of the seed,
-the step and the sample, so a run that was killed goes on from its last epoch bit for bit, and N processes under
-`torchrun` see the batches that one would. `train` is that loop; `train_together` is the same for several trainings at
-once. `Recipe` is everything that decides the result.
+One loop trains them all. The images are stored on the device as uint8; shuffling and augmentation are functions of the
+seed, the step and the sample, so an interrupted run resumes from its last epoch bit for bit, and N processes under
+`torchrun` see the same batches as one. `train` trains one network, `train_together` several at once. `Recipe` contains
+all hyperparameters.
 """
 
 from testtime.training.loop import format_epoch, train, train_together

@@ -1,4 +1,4 @@
-"""The folder of a training run: its state after every epoch, and its record for readers."""
+"""The folder of a training run: its state after each epoch, and a readable record."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from testtime.networks.card import CheckpointError, check_format, check_plain
+from testtime.checks import check_format
+from testtime.networks.card import CheckpointError, check_plain
 from testtime.provenance import describe_machine, find_differences
 from testtime.storage import FileError, read_json, write_whole
 from testtime.tensorfile import read_tensors, write_tensors
@@ -25,10 +26,9 @@ _FORMAT = 1
 
 
 class Folder:
-    """Where a run keeps its state: `checkpoint.safetensors`, `record.json` and, at the end, `network.safetensors`.
+    """The files of a training run: `checkpoint.safetensors`, `record.json` and, at the end, `network.safetensors`.
 
-    Every file is written whole or not at all, by the first process. The checkpoint is the truth; the record is for
-    readers and is made anew from it.
+    Each file is written atomically, by the first process. The record is regenerated from the checkpoint.
     """
 
     def __init__(self, path: Path, configuration: dict[str, Any]) -> None:
@@ -38,11 +38,11 @@ class Folder:
         self.network = path / "network.safetensors"
 
     def load(self, training: Training) -> list[dict[str, Any]]:
-        """Take up the run if there is one: the entries of the epochs it has behind it.
+        """Resume the run, if there is one; returns the entries of its finished epochs.
 
         Raises:
-            CheckpointError: The checkpoint, or the record where there is none, is damaged or of another run; the
-                training was not changed.
+            CheckpointError: The checkpoint, or the record if there is none, is damaged or belongs to another run; the
+                training is not modified.
         """
         path = self.checkpoint if self.checkpoint.exists() else self.record
         if not path.exists():
@@ -57,18 +57,18 @@ class Folder:
         except CheckpointError:
             raise
         except FileError as error:
-            raise CheckpointError(path, error.fault, "delete it to start anew") from None
+            raise CheckpointError(path, error.fault, "delete it to start over") from None
         except ValueError as error:
-            raise CheckpointError(path, str(error), "delete it to start anew") from None
-        log.info("%s: going on after epoch %d", path, len(history))
+            raise CheckpointError(path, str(error), "delete it to start over") from None
+        log.info("%s: resuming after epoch %d", path, len(history))
         return history
 
     def begin(self, history: list[dict[str, Any]], device: torch.device) -> None:
-        """Clear up what a killed process left, and write the record as it is now."""
+        """Remove partial files of an interrupted process, and write the record."""
         if world() > 1:
             distributed.barrier()  # all have read before the first process writes
         if rank() == 0:
-            for part in self.record.parent.glob(".*.part"):  # what a killed process was writing
+            for part in self.record.parent.glob(".*.part"):  # partial files of an interrupted process
                 part.unlink(missing_ok=True)
             self._write_record(history, device)
 
@@ -84,7 +84,7 @@ class Folder:
         write_whole(self.record, json.dumps(make_record(self.configuration, history, device), indent=1) + "\n")
 
     def _compare(self, path: Path, about: Any) -> dict[str, Any]:
-        """What a file says, once that is known to be of this run."""
+        """Return the metadata of a file after checking that it belongs to this run."""
         if not isinstance(about, dict) or not isinstance(about.get("configuration"), dict):
             raise ValueError("it does not describe a training")
         check_plain(about)
@@ -93,23 +93,23 @@ class Folder:
         different = [text[:200] for text in find_differences(about["configuration"], self.configuration)]
         if different:
             more = f"; and {len(different) - 4} more" if len(different) > 4 else ""
-            fault = f"a run of another configuration ({'; '.join(different[:4])}{more})"
+            fault = f"a run with another configuration ({'; '.join(different[:4])}{more})"
             raise CheckpointError(path, fault, "choose another folder")
         return about
 
     def _check_history(self, about: dict[str, Any]) -> list[dict[str, Any]]:
-        """The entries of the epochs that a checkpoint has behind it."""
+        """Return the entries of a checkpoint's finished epochs after checking them."""
         history, epochs = about.get("history"), self.configuration["recipe"]["epochs"]
         if not isinstance(history, list) or not 1 <= len(history) <= epochs:
-            raise ValueError(f"its history is not one of 1 to {epochs} epochs")
+            raise ValueError(f"its history does not have 1 to {epochs} epochs")
         for number, entry in enumerate(history, start=1):
             if not _is_entry(entry, number):
-                raise ValueError(f"its history has no proper entry of epoch {number}")
+                raise ValueError(f"its history has no valid entry for epoch {number}")
         return history
 
 
 def _is_entry(entry: Any, epoch: int) -> bool:
-    """Whether something is what a history says of an epoch."""
+    """Whether a value is a valid entry for an epoch."""
     if not isinstance(entry, dict):
         return False
     numbers: list[Any] = [entry.get(name) for name in ("loss", "train_error", "seconds")]
@@ -119,7 +119,7 @@ def _is_entry(entry: Any, epoch: int) -> bool:
 
 
 def make_record(configuration: dict[str, Any], history: list[dict[str, Any]], device: torch.device) -> dict[str, Any]:
-    """How a network was trained, as plain text and numbers."""
+    """Return the record of a training, JSON-serializable."""
     return {
         "configuration": configuration,
         "epochs": copy.deepcopy(history),

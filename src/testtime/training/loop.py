@@ -1,4 +1,4 @@
-"""The loop that trains every method: epoch after epoch, saved after each, resumed where it stopped."""
+"""The training loop of all methods, with a checkpoint after each epoch."""
 
 from __future__ import annotations
 
@@ -40,29 +40,28 @@ def train(
     classes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> YNet:
-    """Train a network, in place, on the device it is on.
+    """Train a network in place, on its device.
 
     Args:
-        net: The network; its own weights are what training starts from and what it changes. The card's `augment` is
-            the augmentation.
-        images: `(N, C, H, W)`, uint8 or floats in [0, 1]; or a labelled set.
-        labels: Classes `(N,)`; not needed with a set.
-        recipe: How to train; by default the paper's joint training on CIFAR-10.
-        folder: The run's folder. After every epoch it holds `checkpoint.safetensors` and `record.json`, at the end
-            `network.safetensors`. Training into a folder with a checkpoint goes on from there.
-        test: Images and labels, or a labelled set, whose error is measured after every epoch.
+        net: The network; training starts from its weights. The augmentation is that of its card.
+        images: `(N, C, H, W)`, uint8 or float in [0, 1]; or a labelled set.
+        labels: Class labels `(N,)`; None for a set.
+        recipe: Method and hyperparameters; by default the paper's joint training on CIFAR-10.
+        folder: The run's folder, with `checkpoint.safetensors` and `record.json` after each epoch and
+            `network.safetensors` at the end. An existing checkpoint is resumed.
+        test: Images and labels, or a labelled set, evaluated after each epoch.
         target: Unlabelled images of the target set, for "uda".
-        classes: Names of the classes; by default those of the set or of the network's card.
-        progress: Called with how many steps are done, of how many, and the last epoch's results.
+        classes: Class names; by default those of the set or of the network's card.
+        progress: Called with the steps done, their total, and the results of the last epoch.
 
     Returns:
-        The same network, in evaluation mode; `card.record` says how it was trained.
+        The same network, in evaluation mode; `card.record` is the training record.
 
     Raises:
-        ValueError: The arguments do not fit together, or the folder holds a run of another configuration.
-        FolderError: Another process is at work in the folder.
+        ValueError: The arguments are inconsistent, or the folder contains a run with another configuration.
+        FolderError: The folder is in use by another process.
         CheckpointError: The folder's checkpoint cannot be read.
-        TrainingError: The loss is no longer finite; the last good checkpoint is kept.
+        TrainingError: The loss is no longer finite; the last good checkpoint remains.
     """
     folders = None if folder is None else [folder]
     targets = None if target is None else [target]
@@ -83,35 +82,35 @@ def train_together(
     classes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> list[YNet]:
-    """Train several networks by one recipe: from several seeds, or for several target sets.
+    """Train several networks with one recipe, for several seeds or target sets.
 
-    Each learns what it would learn alone, up to rounding, and has its own folder. Networks of one architecture of this
-    package take their steps together, as replicas of one network: one alone does not fill a GPU, and on a CPU the
-    replicas' compiled kernels are faster than torch's. Others are trained one after the other. A group that was killed
-    goes on: those of its runs that are an epoch behind catch up with the rest first.
+    The results equal those of separate trainings, up to rounding, and each network has its own folder. Networks of one
+    architecture of this package are trained in parallel as replicas of one network: a single one does not saturate a
+    GPU, and on a CPU the replicas' compiled kernels are faster than torch's. Others are trained sequentially. When an
+    interrupted group resumes, runs that are an epoch behind catch up first.
 
     Args:
-        nets: The networks, each an object of its own, on one device; equal weights are fine.
+        nets: The networks, distinct objects on one device; their weights may be equal.
         images: As for `train`.
         labels: As for `train`.
-        recipe: As for `train`, for all of them.
+        recipe: As for `train`.
         seeds: The seed of each training; by default the recipe's.
-        folders: A folder for each.
+        folders: The folder of each training.
         test: As for `train`.
-        targets: A target set for each, for "uda"; of one image size, but not of one length.
+        targets: The target set of each training, for "uda"; of the same image size, but any length.
         classes: As for `train`.
-        progress: Called with how many steps are done, of how many, and the results of the first one's last epoch.
+        progress: Called with the steps done, their total, and the results of the first network's last epoch.
 
     Returns:
-        The same networks, as `train` gives them.
+        The same networks, as returned by `train`.
 
     Raises:
-        ValueError: As for `train`, or there are not as many of one thing as of another.
-        FolderError: Another process is at work in one of the folders.
+        ValueError: As for `train`, or the sequences differ in length.
+        FolderError: A folder is in use by another process.
         CheckpointError: A folder's checkpoint cannot be read.
-        TrainingError: The loss of one is no longer finite; the last good checkpoints of all are kept.
+        TrainingError: The loss of a network is no longer finite; the last good checkpoints of all remain.
     """
-    with torch.inference_mode(False), torch.enable_grad():  # whatever the caller has set
+    with torch.inference_mode(False), torch.enable_grad():  # regardless of the caller's mode
         return _train(nets, images, labels, recipe or Recipe(), seeds, folders, test, targets, tuple(classes), progress)
 
 
@@ -127,11 +126,11 @@ def _train(
     classes: tuple[str, ...],
     progress: Progress | None,
 ) -> list[YNet]:
-    """`train_together`, with gradients."""
+    """Implement `train_together`, with gradients enabled."""
     device = _check_networks(nets)
     for name, given in (("seeds", seeds), ("folders", folders), ("targets", targets)):
         if given is not None and len(given) != len(nets):
-            raise ValueError(f"`{name}` must have one for each of the {len(nets)} networks, got {len(given)}.")
+            raise ValueError(f"`{name}` must have one entry for each of the {len(nets)} networks, got {len(given)}.")
     if folders is not None and len({Path(folder).resolve() for folder in folders}) < len(nets):
         raise ValueError("`folders` must be different folders.")
     if progress is not None:
@@ -141,10 +140,10 @@ def _train(
     if test is not None:
         held_out = Pool("test", *test, device) if isinstance(test, tuple) else Pool("test", test, None, device)
     runs = []
-    for place, net in enumerate(nets):
-        target = None if targets is None else Pool("target", targets[place], None, device)
-        own = recipe if seeds is None else replace(recipe, seed=seeds[place])
-        training = Training(net, own, source, target)
+    for index, net in enumerate(nets):
+        target = None if targets is None else Pool("target", targets[index], None, device)
+        seeded = recipe if seeds is None else replace(recipe, seed=seeds[index])
+        training = Training(net, seeded, source, target)
         for pool in (source, held_out):
             if pool is not None:
                 _check_labels(pool, training.outputs)
@@ -153,7 +152,7 @@ def _train(
             raise ValueError(f"The network has {training.outputs} outputs, but there are {len(names)} classes.")
         net.describe(classes=names, size=net.card.size or source.shape[1], task=training.task.name)
         configuration = training.describe(held_out)
-        folder = None if folders is None else Folder(Path(folders[place]), configuration)
+        folder = None if folders is None else Folder(Path(folders[index]), configuration)
         runs.append(_Run(training, configuration, folder))
     with contextlib.ExitStack() as stack:
         for folder in folders or () if rank() == 0 else ():
@@ -172,7 +171,7 @@ def _train(
 
 @dataclass
 class _Run:
-    """A training, its folder, and the record of the epochs behind it."""
+    """A training, its folder, and the entries of its finished epochs."""
 
     training: Training
     configuration: dict[str, Any]
@@ -196,7 +195,7 @@ class _Run:
 
 
 def _groups(runs: Sequence[_Run], epochs: int) -> Iterator[tuple[list[_Run], int]]:
-    """Runs to train together and up to which epoch, until all are done: those that are behind catch up first."""
+    """Yield groups of runs to train together, and up to which epoch; runs that are behind catch up first."""
     while True:
         done = sorted({len(run.history) for run in runs})
         if done[0] >= epochs:
@@ -210,7 +209,7 @@ def _groups(runs: Sequence[_Run], epochs: int) -> Iterator[tuple[list[_Run], int
 
 
 def _train_group(runs: Sequence[_Run], until: int, test: Pool | None, progress: Progress | None) -> None:
-    """Train runs that are equally far together, up to an epoch."""
+    """Train runs at the same epoch together, up to another."""
     trainer = Trainer([run.training for run in runs])
     trainer.share()
     for epoch in range(len(runs[0].history), until):
@@ -223,7 +222,7 @@ def _train_group(runs: Sequence[_Run], until: int, test: Pool | None, progress: 
 def _train_epoch(
     trainer: Trainer, epoch: int, test: Pool | None, runs: Sequence[_Run], progress: Progress | None
 ) -> list[dict[str, Any]]:
-    """One pass over the training set; what the record of each run says of it."""
+    """Train one epoch; returns the record entry of each run."""
     start, done, total = time.perf_counter(), epoch * trainer.steps, trainer.recipe.epochs * trainer.steps
     text = _format_first([run.history[-1] for run in runs]) if runs[0].history else ""
     trainer.set_lr(trainer.recipe.lr_at(epoch))
@@ -237,14 +236,14 @@ def _train_epoch(
     entries: list[dict[str, Any]] = [{**head, **entry} for entry in trainer.read()]
     for run, entry in zip(runs, entries, strict=True):
         _check_finite(run, entry, trainer.recipe.lr_at(epoch))
-    trainer.share()  # the processes' Batch Normalization statistics: from here on those that the checkpoint has
+    trainer.share()  # synchronise Batch Normalization statistics before they are saved
     if test is not None:
         for entry, error in zip(entries, _errors(trainer, test), strict=True):
             entry["test_error"] = error
     for entry in entries:
         entry["seconds"] = round(time.perf_counter() - start, 3)
         if len(runs) > 1:
-            entry["together"] = len(runs)  # those are the seconds of all
+            entry["together"] = len(runs)  # `seconds` is for all of them
     if progress is not None:
         progress(done + trainer.steps, total, _format_first(entries))
     return entries
@@ -253,26 +252,26 @@ def _train_epoch(
 def _check_finite(run: _Run, entry: dict[str, Any], lr: float) -> None:
     if math.isfinite(entry["loss"]) and run.training.is_finite():
         return
-    kept = "there is no run folder to go back to"
+    remedy = "no checkpoint was saved, since there is no folder"
     if run.folder is not None:
-        kept = f"nothing was saved in {run.folder.checkpoint.parent} yet"
+        remedy = f"no checkpoint was saved in {run.folder.checkpoint.parent} yet"
         if run.history:
-            kept = f"the state after epoch {len(run.history)} is kept in {run.folder.checkpoint}"
+            remedy = f"the state after epoch {len(run.history)} is in {run.folder.checkpoint}"
     what = "a weight" if math.isfinite(entry["loss"]) else "the loss"
     raise TrainingError(
-        f"In epoch {entry['epoch']} {what} is no longer finite; {kept}. "
-        f"Try a learning rate below {lr:g}, and look for broken images."
+        f"In epoch {entry['epoch']} {what} is no longer finite; {remedy}. "
+        f"Try a learning rate below {lr:g}, and check for corrupt images."
     )
 
 
 def _check_networks(nets: Sequence[YNet]) -> torch.device:
-    """The networks' device."""
+    """Check the networks and return their device."""
     if not nets:
         raise ValueError("`nets` must not be empty.")
     if len({id(net) for net in nets}) < len(nets):
-        raise ValueError("`nets` must be different objects: one network cannot be trained twice at once.")
+        raise ValueError("`nets` must be distinct objects.")
     if any(tensor.is_inference() for net in nets for tensor in (*net.parameters(), *net.buffers())):
-        raise ValueError("`nets` must not be made in torch.inference_mode(): what is made there cannot be trained.")
+        raise ValueError("`nets` must not be created in torch.inference_mode(): inference tensors cannot be trained.")
     devices = {next(net.parameters()).device for net in nets}
     if len(devices) > 1:
         raise ValueError(f"`nets` must be on one device, got {', '.join(sorted(map(str, devices)))}.")
@@ -289,13 +288,13 @@ def _check_labels(pool: Pool, outputs: int) -> None:
 
 @torch.no_grad()
 def _errors(trainer: Trainer, pool: Pool) -> list[float]:
-    """Each training's share of wrong predictions, each process on its part of the images."""
+    """Return the error of each training; each process evaluates a part of the images."""
     assert pool.labels is not None
     trainer.model.eval()
     wrong = torch.zeros(trainer.count, dtype=torch.float32, device=pool.device)
     size = 2500 if isinstance(trainer.model, Replicated) and pool.tensor is not None else 500
     size = max(100, size // trainer.count)
-    if not kernels.tuning(pool.device).waits:  # fewer of large images, whose features fill the memory
+    if not kernels.tuning(pool.device).waits:  # smaller batches of large images, to limit memory
         size = max(1, min(size, size * 1024 // (pool.shape[-2] * pool.shape[-1])))
     for indices in torch.arange(rank(), pool.count, world(), device=pool.device).split(size):
         with arithmetic(trainer.precision, pool.device):
@@ -307,7 +306,7 @@ def _errors(trainer: Trainer, pool: Pool) -> list[float]:
 
 
 def format_epoch(entry: dict[str, Any]) -> str:
-    """One epoch's entry of the record as a line."""
+    """Format the record entry of an epoch as one line."""
     test = f", test {entry['test_error']:.1%}" if "test_error" in entry else ""
     return f"epoch {entry['epoch']}, loss {entry['loss']:.3f}, error {entry['train_error']:.1%}{test}"
 

@@ -1,6 +1,6 @@
-"""The methods of training: each turns a batch into its loss (paper, sections 2 and 3, appendix).
+"""The training losses (paper, sections 2 and 3, appendix).
 
-A batch may be that of several trainings, concatenated; that is why losses are not averaged here.
+Losses are not averaged here, because a batch may contain the concatenated batches of several trainings.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Terms = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """What a method's loss is made of.
+    """A batch of training data.
 
     Attributes:
-        images: Augmented training images `(B, C, H, W)`, uint8 or floats in [0, 1].
-        labels: Their classes, int64 `(B,)`.
-        draws: Keys `(B,)`, for what else is random about them.
-        target: Augmented images of the unlabelled target set, `(B, C, H, W)`; for "uda" only.
+        images: Augmented training images `(B, C, H, W)`, uint8 or float in [0, 1].
+        labels: Class labels, int64 `(B,)`.
+        draws: Random keys `(B,)` of the images.
+        target: Augmented images of the unlabelled target set, `(B, C, H, W)`; only for "uda".
         target_draws: Their keys `(B,)`.
     """
 
@@ -44,7 +44,7 @@ class Batch:
 
 
 def plain_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
-    """Cross-entropy of the classes.
+    """Cross-entropy classification loss.
 
     Args:
         net: The network, in training mode.
@@ -53,7 +53,7 @@ def plain_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Term
         task: The self-supervised task.
 
     Returns:
-        The terms of each image's or view's loss by name, `(B,)` or more: the loss is the sum of their means; and the
+        The terms of the loss by name, per image or view, `(B,)` or larger; the loss is the sum of their means. And the
         class logits `(B, K)`.
     """
     logits = net(batch.images)
@@ -65,10 +65,10 @@ def _class_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def joint_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
-    """Cross-entropy of the classes plus the self-supervised loss on the same images; as `plain_loss` in form."""
+    """Classification loss plus self-supervised loss on the same images; arguments as for `plain_loss`."""
     views, targets = task.views(batch.images, batch.draws)
     if _first_of_four(task, batch.images) and not _has_batch_norm(net):
-        features = net.encode(views)  # the images are among the views, so they need not be encoded again
+        features = net.encode(views)  # the images are among the views
         logits, outputs = net.classify(features[::4]), net.supervise(features)
     else:
         logits, outputs = net(batch.images), net.self_supervise(views)
@@ -76,17 +76,17 @@ def joint_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Term
 
 
 def _first_of_four(task: Task, images: Tensor) -> bool:
-    """Whether the task's views are all turns of each image, the image itself first."""
+    """Whether the task's views are all four rotations of each image, starting with the image itself."""
     return isinstance(task, Rotation) and task.each == "all" and images.shape[-1] == images.shape[-2]
 
 
 def _has_batch_norm(net: Net) -> bool:
-    """Whether an image's features depend on the batch it comes in."""
+    """Whether an image's features depend on the rest of the batch."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in net.modules())
 
 
 def uda_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
-    """The joint loss plus the self-supervised loss on unlabelled images of the target set (UDA-SS)."""
+    """Joint loss plus self-supervised loss on unlabelled images of the target set (UDA-SS)."""
     assert batch.target is not None
     assert batch.target_draws is not None
     terms, logits = joint_loss(net, batch, recipe, task)
@@ -94,12 +94,12 @@ def uda_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms,
 
 
 def alp_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
-    """Cross-entropy on clean images plus the squared distance to the adversarial logits (logit pairing)."""
-    twins = attack(net, batch.images, batch.labels, batch.draws, recipe)
+    """Classification loss on clean images plus the squared distance to the adversarial logits (logit pairing)."""
+    adversarial = attack(net, batch.images, batch.labels, batch.draws, recipe)
     if _has_batch_norm(net):
-        logits, others = net(batch.images), net(twins)
-    else:  # both in one pass, each image beside its twin
-        pairs = torch.stack([_as_floats(batch.images), twins], dim=1)  # (B, 2, C, H, W)
+        logits, others = net(batch.images), net(adversarial)
+    else:  # both in one forward pass
+        pairs = torch.stack([_as_floats(batch.images), adversarial], dim=1)  # (B, 2, C, H, W)
         logits, others = net(pairs.flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
     distance = (others.float() - logits.float()).square().mean(1)
     return {"main": _class_loss(logits, batch.labels), "pairing": recipe.pairing * distance}, logits
@@ -111,39 +111,39 @@ def _task_loss(net: Net, images: Tensor, draws: Draws, task: Task) -> Tensor:
 
 
 def attack(net: Net, images: Tensor, labels: Tensor, draws: Draws, recipe: Recipe) -> Tensor:
-    """Adversarial twins of images by projected gradient ascent on the classes' loss (Madry et al. 2018).
+    """Return adversarial examples by projected gradient ascent on the classification loss (Madry et al. 2018).
 
-    The network is in evaluation mode meanwhile, so that Batch Normalization does not track the attack.
+    The network is temporarily in evaluation mode, so that the attack does not update Batch Normalization statistics.
 
     Args:
-        net: The network to fool.
-        images: `(B, C, H, W)`, uint8 or floats in [0, 1].
-        labels: Their classes `(B,)`.
-        draws: Keys `(B,)`; they choose the random start.
-        recipe: `epsilon`, `attack_steps` and `attack_lr`.
+        net: The network to attack.
+        images: `(B, C, H, W)`, uint8 or float in [0, 1].
+        labels: Class labels `(B,)`.
+        draws: Random keys `(B,)` for the starting points.
+        recipe: Provides `epsilon`, `attack_steps` and `attack_lr`.
 
     Returns:
-        Floats in [0, 1], `(B, C, H, W)`, no pixel further than `epsilon` from the original.
+        Float in [0, 1], `(B, C, H, W)`, each pixel within `epsilon` of the original.
     """
     clean = _as_floats(images)
     start = draws.purpose("attack").uniform(*clean.shape[1:]) * 2 - 1
-    twins = (clean + recipe.epsilon * start).clamp(0, 1)
+    adversarial = (clean + recipe.epsilon * start).clamp(0, 1)
     low, high = (clean - recipe.epsilon).clamp(min=0), (clean + recipe.epsilon).clamp(max=1)
     training = net.training
     learning = [parameter for parameter in net.parameters() if parameter.requires_grad]
     net.eval()
-    for parameter in learning:  # only the pixels' gradient is wanted
+    for parameter in learning:  # only the gradient of the pixels is needed
         parameter.requires_grad_(False)
     for _ in range(recipe.attack_steps):
-        twins.requires_grad_(True)
+        adversarial.requires_grad_(True)
         with torch.enable_grad():
-            loss = F.cross_entropy(net(twins).float(), labels, reduction="sum")
-        (gradient,) = torch.autograd.grad(loss, twins)
-        twins = (twins.detach() + recipe.attack_lr * gradient.sign()).clamp(low, high)
+            loss = F.cross_entropy(net(adversarial).float(), labels, reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, adversarial)
+        adversarial = (adversarial.detach() + recipe.attack_lr * gradient.sign()).clamp(low, high)
     for parameter in learning:
         parameter.requires_grad_(True)
     net.train(training)
-    return twins
+    return adversarial
 
 
 def _as_floats(images: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def _as_floats(images: Tensor) -> Tensor:
 
 
 class Loss(NamedTuple):
-    """A method: its loss, the names of the terms, the parts of the network that learn."""
+    """A method: its loss function, the names of its terms, and the parts of the network it trains."""
 
     loss: Callable[[Net, Batch, Recipe, Task], tuple[Terms, Tensor]]
     terms: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Images to train on, and the order they are taken in."""
+"""Training images, and the order of an epoch."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from testtime.data.sets import TestSet
 from testtime.randomness import Draws
 
 RESIDENT_BYTES = 4 << 30
-"""A set up to this size is read once and kept on the device, on CUDA up to a quarter of the memory that is free; a
-larger one is read by the batch."""
+"""Sets up to this size (on CUDA also up to a quarter of the free memory) are loaded onto the device once; larger ones
+are read batch by batch."""
 
 
 def shuffle(count: int, seed: int, epoch: int, device: torch.device, purpose: str = "shuffle") -> Tensor:
-    """The numbers 0..count-1 in an order that seed, epoch and purpose decide, int64 `(count,)`."""
+    """Return a permutation of 0..count-1 determined by seed, epoch and purpose, int64 `(count,)`."""
     keys = Draws.of(seed, torch.arange(count, device=device)).purpose(purpose).fold(epoch).keys
-    return keys.argsort()  # the hash is one to one: no two keys are equal
+    return keys.argsort()  # the hash is injective, so there are no ties
 
 
 class Pool:
-    """Images to train or test on: a tensor on the device, or a set that is too large for that.
+    """Images to train or test on, stored on the device if they fit.
 
     Args:
-        name: What error messages call them.
-        images: `(N, C, H, W)`, uint8 or floats in [0, 1]; or a set.
-        labels: Integers `(N,)`, or None: a set has its own.
+        name: Their name in error messages.
+        images: `(N, C, H, W)`, uint8 or float in [0, 1]; or a set.
+        labels: Integers `(N,)`; None for a set, which has its own.
         device: Where they are used.
-        resident: Up to how many bytes a set is kept on the device; None decides by `RESIDENT_BYTES`.
+        resident: Maximum size in bytes of a set stored on the device; None for the default, see `RESIDENT_BYTES`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Pool:
         self.source = images
         if isinstance(images, TestSet):
             if labels is not None:
-                raise ValueError(f"`{name}` is a set and has labels of its own; give it without labels.")
+                raise ValueError(f"`{name}` is a set with its own labels; do not pass labels.")
             labels, self.classes = images.labels, images.classes
             self.count, self.shape = len(images), images.shape
             if self.count * math.prod(self.shape) <= (_resident_bytes(device) if resident is None else resident):
@@ -77,7 +77,7 @@ class Pool:
         self.labels = None if labels is None else _usable(labels.to(device, torch.int64))
 
     def take(self, indices: Tensor) -> Tensor:
-        """Images `(n, C, H, W)` of sample numbers `(n,)`, on the device."""
+        """Return the images `(n, C, H, W)` with sample indices `(n,)`, on the device."""
         if self.tensor is not None:
             return self.tensor[indices]
         assert isinstance(self.source, TestSet)
@@ -85,7 +85,7 @@ class Pool:
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
-        """What tells these images from others."""
+        """Metadata and a hash of the images."""
         plain: dict[str, Any] = {"count": self.count, "shape": list(self.shape)}
         if isinstance(self.source, TestSet):
             skipped = {"skipped": list(self.source.skipped)} if self.source.skipped else {}
@@ -95,7 +95,7 @@ class Pool:
 
 
 def _usable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of one made in inference mode, which autograd does not take."""
+    """Return the tensor, or a copy if it was created in inference mode, which autograd does not accept."""
     return tensor.clone() if tensor.is_inference() else tensor
 
 
@@ -104,7 +104,7 @@ def _resident_bytes(device: torch.device) -> int:
 
 
 def hash_tensors(tensors: Iterable[Tensor]) -> str:
-    """A short text that tells these numbers from others."""
+    """Return a short hash of the tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())

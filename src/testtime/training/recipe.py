@@ -1,4 +1,4 @@
-"""What decides the result of a training, besides network and data: the method and its numbers."""
+"""Training recipes: the method and its hyperparameters."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ LossName = Literal["plain", "joint", "alp", "uda"]
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on: the message says why, and where the last good state is."""
+    """Training cannot continue; the message gives the reason and the last good checkpoint."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what a training gives, but for network and data. The defaults are the paper's for CIFAR.
+    """The method and hyperparameters of a training. The defaults are the paper's for CIFAR-10.
 
     Attributes:
         method: "plain", "joint", "alp" or "uda".
         epochs: Passes over the training set.
-        batch: Images in a step, over all processes together. An epoch's last, smaller batch is left out; shuffling
-            makes that other images each time.
+        batch: Images per step, over all processes. The last, incomplete batch of an epoch is dropped.
         lr: Learning rate.
-        drops: Epochs (counted from 0) before which the learning rate is divided by 10.
-        momentum: Momentum of the gradient descent.
+        drops: Epochs, counted from 0, at which the learning rate is divided by 10.
+        momentum: Momentum of SGD.
         weight_decay: Weight decay, on all parameters.
         weight: Weight of the self-supervised losses ("joint", "uda").
-        rotations: "all": the rotation task gets every image in all four turns; "random": each in one, by chance.
+        rotations: "all": all four rotations of each image; "random": one random rotation of each.
         seed: Seed of shuffling, augmentation and attacks.
-        precision: "fp32" is exact; "tf32" and "bf16" are faster on a GPU. Parameters and their updates stay float32.
+        precision: "fp32" is exact; "tf32" and "bf16" are faster on a GPU. Parameters and their updates remain float32.
         pairing: Weight of the distance between clean and adversarial logits ("alp").
-        epsilon: Largest change of a pixel by the attack, on pixels in [0, 1] ("alp").
+        epsilon: Maximum perturbation of a pixel by the attack, for pixels in [0, 1] ("alp").
         attack_steps: Steps of the attack ("alp").
-        attack_lr: Size of one such step, on pixels in [0, 1] ("alp").
-        task: Another self-supervised task than the network's own.
+        attack_lr: Step size of the attack, for pixels in [0, 1] ("alp").
+        task: The self-supervised task; None for the network's own.
     """
 
     method: LossName = "joint"
@@ -74,13 +73,13 @@ class Recipe:
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"`momentum` must lie in [0, 1), got {self.momentum}.")
+            raise ValueError(f"`momentum` must be in [0, 1), got {self.momentum}.")
         if list(self.drops) != sorted(set(self.drops)) or any(drop < 1 for drop in self.drops):
-            raise ValueError(f"`drops` must be rising epochs from 1 on, got {self.drops}.")
+            raise ValueError(f"`drops` must be increasing epochs, at least 1, got {self.drops}.")
 
     @staticmethod
     def cifar(norm: Literal["group", "batch"] = "group", **changes: Any) -> Recipe:
-        """The paper's training on CIFAR-10: 150 epochs with Group, 75 with Batch Normalization."""
+        """The paper's recipe for CIFAR-10: 150 epochs with Group, 75 with Batch Normalization."""
         if norm not in ("group", "batch"):
             raise ValueError(f'`norm` must be "group" or "batch", got {norm!r}.')
         base = Recipe() if norm == "group" else Recipe(epochs=75, drops=(50, 65))
@@ -88,30 +87,30 @@ class Recipe:
 
     @staticmethod
     def imagenet(**changes: Any) -> Recipe:
-        """The paper's training on ImageNet: 90 epochs, batches of 256, one random turn of each image."""
+        """The paper's recipe for ImageNet: 90 epochs, batches of 256, one random rotation per image."""
         base = Recipe(epochs=90, batch=256, drops=(30, 60), weight_decay=1e-4, rotations="random")
         return replace(base, **changes)
 
     @staticmethod
     def digits(**changes: Any) -> Recipe:
-        """A training of seconds on the built-in digits; not from the paper."""
+        """A recipe for the built-in digits that takes seconds; not from the paper."""
         return replace(Recipe(epochs=20, batch=32, drops=(14, 18)), **changes)
 
     def over(self, epochs: int) -> Recipe:
-        """The same schedule stretched or shrunk to another number of epochs; the drops move along."""
+        """Scale the schedule, including the drops, to another number of epochs."""
         drops = sorted({max(1, round(drop * epochs / self.epochs)) for drop in self.drops})
         return replace(self, epochs=epochs, drops=tuple(drop for drop in drops if drop < epochs))
 
     def change(self, epochs: int | None = None, **changes: Any) -> Recipe:
-        """This recipe with other fields; what is None stays. Other `epochs` take the schedule along, see `over`."""
+        """Return a copy with the given fields that are not None; `epochs` scales the schedule, see `over`."""
         base = self if epochs is None else self.over(epochs)
         return replace(base, **{name: value for name, value in changes.items() if value is not None})
 
     def lr_at(self, epoch: int) -> float:
-        """The learning rate of an epoch, counted from 0."""
+        """Return the learning rate of an epoch, counted from 0."""
         return self.lr / 10 ** sum(epoch >= drop for drop in self.drops)
 
     def describe(self) -> dict[str, Any]:
-        """The recipe as plain text and numbers, for records and for telling two apart."""
+        """Return the recipe as JSON-serializable data, for records and comparisons."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         return plain | {"drops": list(self.drops), "task": None if self.task is None else repr(self.task)}

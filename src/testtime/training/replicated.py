@@ -1,4 +1,4 @@
-"""Training at the speed of the replicas: networks that compute as replicas of one."""
+"""Training several networks as replicas of one."""
 
 from __future__ import annotations
 
@@ -12,37 +12,36 @@ from testtime.networks.ynet import YNet
 
 
 class Replicated:
-    """Networks of one architecture as replicas (networks/replicas.py), on the kernels made for them.
+    """Networks of one architecture as replicas (networks/replicas.py), with their kernels.
 
-    It is called like one network, with the S networks' images concatenated, `(S·B, ...)`: the first B go
-    through the first network. The networks' own parameters and statistics become views of the replicas': what one
-    learns the other has, until `release`.
+    It is called like one network, with the images of the S networks concatenated, `(S·B, ...)`: the first B pass
+    through the first network. Until `release`, the networks' parameters and statistics are views of the replicas'.
 
     Args:
-        nets: The networks; one is enough.
-        parts: The parts that are trained.
-        example: Two images or more of the size to come.
-        dtype: What the layers compute in; parameters stay float32.
+        nets: The networks, one or more.
+        parts: The parts to train.
+        example: Two or more images of the training size.
+        dtype: Computation type of the layers; parameters remain float32.
     """
 
     def __init__(self, nets: Sequence[YNet], parts: Sequence[Part], example: Tensor, dtype: torch.dtype) -> None:
         self.replicas = Replicas(nets[0], len(nets), parts, example, dtype)
         self.training = False
         self._nets, self._parameters = list(nets), self.replicas.parameters(parts)
-        for place, net in enumerate(nets):
-            self.replicas.write(place, net.state_dict())
+        for index, net in enumerate(nets):
+            self.replicas.write(index, net.state_dict())
             for name, stacked in self.replicas.tensors.items():
-                self._place(net, name, stacked.detach()[place])
+                self._assign(net, name, stacked.detach()[index])
         for stacked in self._parameters.values():
             stacked.requires_grad_(True)
 
     def release(self) -> None:
-        """Give the networks memory of their own again."""
-        for place, net in enumerate(self._nets):
+        """Copy the parameters and statistics back into memory of the networks."""
+        for index, net in enumerate(self._nets):
             for name, stacked in self.replicas.tensors.items():
-                self._place(net, name, stacked.detach()[place].clone(memory_format=torch.contiguous_format))
+                self._assign(net, name, stacked.detach()[index].clone(memory_format=torch.contiguous_format))
 
-    def _place(self, net: YNet, name: str, tensor: Tensor) -> None:
+    def _assign(self, net: YNet, name: str, tensor: Tensor) -> None:
         if name in self._parameters:
             net.get_parameter(name).data = tensor
         else:
@@ -50,41 +49,41 @@ class Replicated:
             net.get_submodule(owner)._buffers[last] = tensor
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Class logits `(S·B, K)` of images `(S·B, C, H, W)`."""
+        """Return class logits `(S·B, K)` for images `(S·B, C, H, W)`."""
         return self.classify(self.encode(images))
 
     def self_supervise(self, views: Tensor) -> Tensor:
-        """The task's outputs of views."""
+        """Return the task's outputs for views."""
         return self.supervise(self.encode(views))
 
     def encode(self, images: Tensor) -> Tensor:
-        """Features of images."""
+        """Return features of images."""
         return self.replicas.encode(self._split(images)).flatten(0, 1)
 
     def classify(self, features: Tensor) -> Tensor:
-        """Class logits of features."""
+        """Return class logits for features."""
         return self.replicas.classify(self._split(features)).flatten(0, 1)
 
     def supervise(self, features: Tensor) -> Tensor:
-        """The task's outputs of features."""
+        """Return the task's outputs for features."""
         return self.replicas.supervise(self._split(features)).flatten(0, 1)
 
     def _split(self, rows: Tensor) -> Tensor:
         return rows.unflatten(0, (len(self._nets), -1))  # (S·B, ...) → (S, B, ...)
 
     def train(self, training: bool = True) -> None:
-        """Let Batch Normalization use the statistics of the batch, or only the tracked ones."""
+        """Set whether Batch Normalization uses batch statistics or running statistics."""
         self.training = training
         self.replicas.train_norms(training)
 
     def eval(self) -> None:
-        """Let Batch Normalization use the tracked statistics."""
+        """Use running statistics in Batch Normalization."""
         self.train(False)
 
     def parameters(self) -> Iterator[Tensor]:
-        """What is trained."""
+        """Yield the trained parameters."""
         yield from self._parameters.values()
 
     def modules(self) -> Iterator[nn.Module]:
-        """A network's layers."""
+        """Yield the modules of the first network."""
         yield from self._nets[0].modules()

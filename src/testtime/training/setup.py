@@ -1,9 +1,9 @@
-"""What to train, by name: the sets, a fresh network and the recipe for them.
+"""Training setups by name: the data, a new network and the recipe.
 
-Photographs are decoded once, in parallel: a small set into memory, ImageNet or any larger set into a packed file on
-disk, which the next run finds (data/pack.py). Where the training crops are of random size, the photographs are kept a
-bit larger than the crops: the short side resized to 8/7 of the crop's (256 for 224) and the central square taken. Test
-images are the central crop of the same, as in the paper.
+Photographs are decoded once, in parallel: small sets into memory, ImageNet and other large sets into a packed file on
+disk that later runs reuse (data/pack.py). For networks trained on random resized crops, photographs are stored larger
+than the crops: the short side is resized to 8/7 of the crop size (256 for 224) and the central square is taken. Test
+images are its centre crop, as in the paper.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from testtime.training.recipe import Recipe
 
 @dataclass(frozen=True)
 class Setup:
-    """What `prepare` gives: everything `train` needs.
+    """The result of `prepare`: everything `train` needs.
 
     Attributes:
-        net: The network that training starts from.
+        net: The initial network.
         source: The training set.
         test: The test set, or None.
-        recipe: The recipe for them.
-        build: Makes the network that training starts from, of another seed.
+        recipe: The recipe.
+        build: Builds the initial network for a given seed.
     """
 
     net: YNet
@@ -52,7 +52,7 @@ class Setup:
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """A line for each file of the two sets that was left out because it cannot be read."""
+        """A line for each unreadable file of the two sets."""
         return self.source.skipped + (() if self.test is None else self.test.skipped)
 
 
@@ -73,53 +73,53 @@ def prepare(
     on_bad: OnBad = "fail",
     progress: Progress | None = None,
 ) -> Setup:
-    """The sets, a fresh network and the recipe for a data set by name.
+    """Prepare the data, a new network and the recipe for a data set by name.
 
     Args:
-        data: "digits", "cifar10", "imagenet", or a folder with a folder of pictures for each class; if it holds
-            `train` and `test` (or `val`), those are the two sets, each with the folders of the classes.
-        network: The architecture, a name from `BUILDERS`; None takes "resnet18" for ImageNet and "resnet26" otherwise.
-        depth: For "resnet26" another depth, 6n + 2; the digits take 8 by default.
+        data: "digits", "cifar10", "imagenet", or a folder with one subfolder of images per class, optionally split into
+            `train` and `test` (or `val`).
+        network: The architecture, a name from `BUILDERS`; None for "resnet18" on ImageNet and "resnet26" otherwise.
+        depth: Depth of "resnet26", 6n + 2; 8 by default for the digits.
         norm: "group" or "batch".
-        size: Side of the images that the network sees of pictures; by default what the network is made for.
-        area: The smallest share of a photograph that a random crop takes, for the networks that see such crops; 0.08 by
-            default. A small set is learned sooner from larger crops.
-        start: A network file, or a bundled network's name, to start from instead of random weights; of the architecture
-            that the other arguments ask for.
+        size: Input size of the network; by default that of its architecture.
+        area: Minimum area of a random crop as a fraction of the photograph, for networks trained on random resized
+            crops; 0.08 by default. Small sets are learned faster from larger crops.
+        start: A checkpoint file, or the name of a bundled network, to start from instead of random weights; its
+            architecture must match the other arguments.
         seed: Seed of the initial weights, and of the recipe.
-        root: Where data sets are looked for.
-        limit: Train on no more than this many samples, chosen by hash.
-        cache: Where decoded photographs are kept. None is `packed` under the data root, and only for ImageNet and for
-            sets that are too large for memory.
-        spare: Whether photographs are kept larger than random crops of them need; without, as large as the crops.
-        on_bad: "fail" stops at a picture that cannot be read, before training starts; "skip" leaves it out.
-        progress: Told how many of how many pictures of a set are decoded.
+        root: Root folder of the data sets.
+        limit: Maximum number of training samples, a deterministic subset.
+        cache: Folder for decoded photographs. None for `packed` under the data root, only used for ImageNet and for
+            sets that do not fit in memory.
+        spare: Whether to store photographs larger than the random crops, or at their size.
+        on_bad: What to do about an unreadable image: "fail" before training starts, or "skip" it.
+        progress: Called with the images of a set decoded, their total, and a message.
 
     Raises:
-        ValueError: A name or a number is wrong, or `start` is another network than asked for.
+        ValueError: An argument is invalid, or `start` has another architecture.
         CheckpointError: The file of `start` is missing or damaged.
-        DataError: The data is not there or damaged.
+        DataError: The data is missing or damaged.
     """
     network = network or ("resnet18" if data == "imagenet" else "resnet26")
     if network not in BUILDERS:
         raise ValueError(f"`network` must be one of {', '.join(BUILDERS)}, got {network!r}.")
     builder = BUILDERS[network]
     if depth is not None and not builder.takes("depth"):
-        raise ValueError(f"`depth` is not for {network}, which has its own.")
+        raise ValueError(f"`depth` is not supported by {network}, got {depth}.")
     if limit is not None and limit < 1:
         raise ValueError(f"`limit` must be at least 1, got {limit}.")
     check_on_bad(on_bad)
     loaded = None if start is None else load(start)
     size = size or builder.size
     if area is not None and not (builder.crops and 0 < area <= 1):
-        raise ValueError(f"`area` must lie in (0, 1], and is for networks that train on random crops; got {area}.")
+        raise ValueError(f"`area` must be in (0, 1] and needs a network trained on random crops, got {area}.")
     source, test = _open_sets(data, root, size, round(size * 8 / 7) if builder.crops and spare else None, on_bad)
     if source.labels is None:
-        raise ValueError(f"{data} has no labels to train with: it needs a folder of pictures for each class.")
+        raise ValueError(f"{data} has no labels: it needs one folder of images per class.")
     if limit is not None and limit < len(source):
         source = _some_of(source, limit)
-    keep = _Keeper(data == "imagenet" and limit is None, root, cache, on_bad, progress)
-    source, test = keep(source), None if test is None else keep(test)
+    decode = _Decoder(data == "imagenet" and limit is None, root, cache, on_bad, progress)
+    source, test = decode(source), None if test is None else decode(test)
 
     def build(seed: int) -> YNet:
         fresh = _build(builder, data, source, norm, depth, size, area, seed)
@@ -127,7 +127,7 @@ def prepare(
             return fresh
         different = find_differences(loaded.card.architecture, fresh.card.architecture)
         if different:
-            raise FileError(str(start), f"another network than asked for ({'; '.join(different)})")
+            raise FileError(str(start), f"not the requested architecture ({'; '.join(different)})")
         return copy.deepcopy(loaded)
 
     if data == "digits":
@@ -153,14 +153,14 @@ def _build(
         augment = {"name": "resized-crop-flip", "size": size} | ({} if area is None else {"scale": [area, 1.0]})
     else:
         size = side
-        # A mirrored digit is no digit.
+        # No flips: a mirrored digit is not a digit.
         augment = {"name": "crop-flip", "padding": side // 8, "flip": False} if data == "digits" else None
     depth = depth or (8 if data == "digits" else None)
     options = {"depth": depth} if depth is not None and builder.takes("depth") else {}
     if builder.takes("channels"):
         options["channels"] = channels
     elif channels != 3:
-        raise ValueError(f"{data} has {channels} channels; this network takes colour images.")
+        raise ValueError(f"{data} has {channels} channels; this network takes 3.")
     net = builder.make(len(source.classes), norm=norm, size=size, seed=seed, **options)
     return net if augment is None else net.describe(augment=augment)
 
@@ -168,20 +168,20 @@ def _build(
 def _open_sets(
     data: str, root: str | Path | None, size: int, side: int | None, on_bad: OnBad
 ) -> tuple[TestSet, TestSet | None]:
-    """The training set, its pictures `side` wide where that is given, and the test set, `size` wide."""
+    """Open the training set, with images of `side` if given, and the test set, with images of `size`."""
     if data in ("digits", "cifar10"):
         return datasets.open(data, root, "train"), datasets.open(data, root, "test")
     train = {"size": side or size, "resize": side}
     if data == "imagenet":
         pictures = imagenet.list_pictures(root, "train", **train, on_bad=on_bad)
         return pictures, imagenet.list_pictures(root, "val", size, classes=pictures.classes, on_bad=on_bad)
-    place = Path(data).expanduser()
-    if not place.is_dir():
+    path = Path(data).expanduser()
+    if not path.is_dir():
         raise ValueError(f"`data` must be digits, cifar10, imagenet or a folder, got {data!r}.")
-    if not (place / "train").is_dir():
-        return folder.list_pictures(place, **train, on_bad=on_bad), None
-    source = folder.list_pictures(place / "train", **train, on_bad=on_bad)
-    held_out = next((place / name for name in ("test", "val") if (place / name).is_dir()), None)
+    if not (path / "train").is_dir():
+        return folder.list_pictures(path, **train, on_bad=on_bad), None
+    source = folder.list_pictures(path / "train", **train, on_bad=on_bad)
+    held_out = next((path / name for name in ("test", "val") if (path / name).is_dir()), None)
     if held_out is None:
         return source, None
     return source, folder.list_pictures(held_out, size, classes=source.classes, on_bad=on_bad)
@@ -197,8 +197,8 @@ def _some_of(source: TestSet, limit: int) -> TestSet:
 
 
 @dataclass(frozen=True)
-class _Keeper:
-    """Decodes pictures once: into memory, or into a packed file."""
+class _Decoder:
+    """Decodes images once, into memory or into a packed file."""
 
     always: bool
     root: str | Path | None
@@ -212,13 +212,13 @@ class _Keeper:
         small = len(found) * math.prod(found.shape) <= pool.RESIDENT_BYTES
         if small and not self.always and self.cache is None:
             return found.hold(self.on_bad, self.progress)
-        place = datasets.data_root(self.root) / "packed" if self.cache is None else Path(self.cache).expanduser()
-        return datasets.pack(found, place / _slug(found), progress=self.progress, on_bad=self.on_bad)
+        packed = datasets.data_root(self.root) / "packed" if self.cache is None else Path(self.cache).expanduser()
+        return datasets.pack(found, packed / _slug(found), progress=self.progress, on_bad=self.on_bad)
 
 
 def _slug(pictures: PictureSet) -> str:
-    """A folder name for a packed set; ImageNet's as `data.open` looks for it."""
+    """Return the folder name of a packed set; for ImageNet the one that `data.open` expects."""
     if pictures.name in ("imagenet", "imagenet/train"):
         return f"imagenet-{pictures.folder.name}-{pictures.size}-{pictures.resize}"
-    mark = hashlib.sha256(f"{pictures.folder.resolve()} {pictures.name}".encode()).hexdigest()[:8]
-    return f"{pictures.folder.name}-{mark}-{pictures.size}-{pictures.resize}"
+    digest = hashlib.sha256(f"{pictures.folder.resolve()} {pictures.name}".encode()).hexdigest()[:8]
+    return f"{pictures.folder.name}-{digest}-{pictures.size}-{pictures.resize}"

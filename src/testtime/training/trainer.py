@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from testtime.precision import Precision, arithmetic, check_precision
 from testtime.progress import read_ahead
 from testtime.randomness import Draws
 from testtime.training.losses import Batch
-from testtime.training.processes import rank, world
+from testtime.training.processes import average, broadcast, rank, world
 from testtime.training.replicated import Replicated
 from testtime.training.training import Training
 
@@ -69,7 +70,7 @@ class Trainer:
     def _moved(self) -> list[Tensor]:
         """What the optimizer moves."""
         if isinstance(self.model, Replicated):
-            return [self.model.replicas.numbers]
+            return [self.model.replicas.packed.numbers]
         return list(self.trainings[0].parameters.values())
 
     def _start_momentum(self) -> None:
@@ -79,7 +80,7 @@ class Trainer:
             self.optimizer.state[tensor]["momentum_buffer"] = buffer
         for place, training in enumerate(self.trainings):
             if isinstance(self.model, Replicated):
-                stacked = self.model.replicas.unpack(buffers[0])
+                stacked = self.model.replicas.packed.unpack(buffers[0])
                 own = {name: tensor[place] for name, tensor in stacked.items()}
             else:
                 own = dict(zip(training.parameters, buffers, strict=True))
@@ -97,18 +98,9 @@ class Trainer:
             for indices, number in zip(shares, numbers, strict=True):
                 yield indices, number, None
             return
-        read = on_side_stream(self.read_pixels, self.device)
+        read = on_side_stream(functools.partial(_read_images, self.trainings), self.device)
         for indices, number, pixels in zip(shares, numbers, read_ahead(map(read, shares)), strict=True):
             yield indices, number, pixels
-
-    def read_pixels(self, indices: Tensor) -> list[Tensor]:
-        """The images `(S·b, C, H, W)` of each kind of pool for indices `(S, pools, b)`."""
-        source = self.trainings[0].pools[0]  # the same for all
-        pixels = [source.take(indices[:, 0].flatten())]
-        if indices.shape[1] > 1:
-            rows = zip(self.trainings, indices[:, 1], strict=True)
-            pixels.append(torch.cat([training.pools[1].take(row) for training, row in rows]))
-        return pixels
 
     def step(self, indices: Tensor, number: Tensor, pixels: list[Tensor] | None = None) -> None:
         """One step of gradient descent; adds the losses and the wrong predictions to `sums`.
@@ -138,10 +130,10 @@ class Trainer:
             tensor.copy_(old)
 
     def _advance(self, indices: Tensor, number: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        pixels = list(given) or self.read_pixels(indices)
+        pixels = list(given) or _read_images(self.trainings, indices)
         views, keys = [], []
         for place, (images, purpose) in enumerate(zip(pixels, ("train", "target"), strict=False)):
-            draws = self._draws(indices[:, place]).purpose(purpose).fold(number)
+            draws = _draw(self.trainings, indices[:, place]).purpose(purpose).fold(number)
             views.append(self.trainings[0].augment(images, draws.copies(1))[:, 0])
             keys.append(draws)
         labels = self.trainings[0].pools[0].labels
@@ -153,32 +145,23 @@ class Trainer:
         def loss() -> Tensor:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
                 terms, logits = self.method.loss(self.model, batch, self.recipe, self.trainings[0].task)
-            means = torch.stack([self._average(terms[name]) for name in self.method.terms])  # (terms, S)
+            means = torch.stack([_average(terms[name], self.count) for name in self.method.terms])  # (terms, S)
             found.update(means=means.detach(), logits=logits.detach())
             return means.sum()
 
         self._descend(loss)
-        wrong = self._average((found["logits"].argmax(1) != batch.labels).float())
+        wrong = _average(found["logits"].argmax(1) != batch.labels, self.count)
         self.sums += torch.cat([found["means"], wrong.unsqueeze(0)])
         return ()
-
-    def _draws(self, samples: Tensor) -> Draws:
-        """The keys `(S·b,)` of sample numbers `(S, b)`, each row's under its training's seed."""
-        rows = zip(self.trainings, samples, strict=True)
-        return Draws(torch.cat([Draws.of(training.recipe.seed, row).keys for training, row in rows]))
-
-    def _average(self, values: Tensor) -> Tensor:
-        """The mean of each training's part of some values: `(S·n,)` → `(S,)`."""
-        return values.float().unflatten(0, (self.count, -1)).mean(1)
 
     def _descend(self, loss: Callable[[], Tensor]) -> None:
         """One step of the optimizer down a loss, as a function that computes it."""
         self.optimizer.zero_grad(set_to_none=True)
         if isinstance(self.model, Replicated):
-            _, self.model.replicas.numbers.grad = self.model.replicas.gradient(loss)
+            _, self.model.replicas.packed.numbers.grad = self.model.replicas.packed.gradient(loss)
         else:
             loss().backward()
-        self._average_gradients()
+        average([tensor.grad for tensor in self._moved() if tensor.grad is not None])
         self.optimizer.step()
 
     def read(self) -> list[dict[str, float]]:
@@ -210,25 +193,32 @@ class Trainer:
 
     def share(self) -> None:
         """Give all processes the first one's networks."""
-        if world() > 1:
-            for training in self.trainings:
-                for tensor in training.net.state_dict().values():
-                    whole = tensor.contiguous()  # a replica's filters lie in another order
-                    distributed.broadcast(whole, 0)
-                    tensor.copy_(whole)
+        broadcast([tensor for training in self.trainings for tensor in training.net.state_dict().values()])
 
-    def _average_gradients(self) -> None:
-        if world() == 1:
-            return
-        gradients = [tensor.grad for tensor in self._moved() if tensor.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients]) / world()
-        distributed.all_reduce(flat)
-        for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+
+def _read_images(trainings: Sequence[Training], indices: Tensor) -> list[Tensor]:
+    """The images `(S·b, C, H, W)` of each kind of pool for indices `(S, pools, b)`."""
+    source = trainings[0].pools[0]  # the same for all
+    images = [source.take(indices[:, 0].flatten())]
+    if indices.shape[1] > 1:
+        rows = zip(trainings, indices[:, 1], strict=True)
+        images.append(torch.cat([training.pools[1].take(row) for training, row in rows]))
+    return images
+
+
+def _draw(trainings: Sequence[Training], samples: Tensor) -> Draws:
+    """The keys `(S·b,)` of sample numbers `(S, b)`, each row's under its training's seed."""
+    rows = zip(trainings, samples, strict=True)
+    return Draws(torch.cat([Draws.of(training.recipe.seed, row).keys for training, row in rows]))
+
+
+def _average(values: Tensor, count: int) -> Tensor:
+    """The mean of each training's part of some values: `(S·n,)` → `(S,)`."""
+    return values.float().unflatten(0, (count, -1)).mean(1)
 
 
 def fit_together(trainings: Sequence[Training]) -> bool:
-    """Whether trainings can run side by side.
+    """Whether trainings can run as replicas of one network.
 
     Their networks are of one architecture, and one that this package built; their recipes differ in the seed alone;
     they see the same training set, each its own target set.

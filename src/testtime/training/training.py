@@ -1,4 +1,4 @@
-"""One training: a network, its recipe and its data, and the order in which it sees them."""
+"""One training: a network, its recipe, its data and their order."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from testtime.training.recipe import Recipe
 
 
 class Training:
-    """One training: a network, how to train it and on what; `Trainer` takes its steps, alone or among others.
+    """The state of one training; `Trainer` performs the steps of one or several.
 
     Args:
         net: The network.
-        recipe: How to train it.
+        recipe: Method and hyperparameters.
         source: The labelled training images.
-        target: The unlabelled images of "uda".
+        target: The unlabelled target images, for "uda".
 
     Raises:
-        ValueError: They do not fit together.
+        ValueError: The arguments are inconsistent.
     """
 
     def __init__(self, net: YNet, recipe: Recipe, source: Pool, target: Pool | None = None) -> None:
         if (recipe.method == "uda") != (target is not None):
-            raise ValueError('`target` images are for the method "uda", which needs them.')
+            raise ValueError('`target` images are required by the method "uda", and only by it.')
         if target is not None and target.shape != source.shape:
-            raise ValueError(f"`target` images are {target.shape}, training images {source.shape}; they must agree.")
+            raise ValueError(f"`target` images must have shape {source.shape}, like `images`, got {target.shape}.")
         self.net, self.recipe, self.method = net, recipe, LOSSES[recipe.method]
         self.pools = [source] if target is None else [source, target]
         self.device = source.device
@@ -48,56 +48,56 @@ class Training:
         self.steps = source.count // self.batch
         if self.batch % world():
             raise ValueError(f"`batch` ({self.batch}) must be a multiple of the {world()} processes.")
-        self.outputs, self.shape = self._try()
+        self.outputs, self.shape = self._check_forward()
         self.parameters = {
             name: parameter
             for name, parameter in net.named_parameters()
             if name.split(".")[0] in self.method.parts and parameter.requires_grad
         }
         if not self.parameters:
-            raise ValueError("The network has no parameter that may be trained (requires_grad).")
+            raise ValueError("The network has no trainable parameters (requires_grad).")
         self.momentum: dict[str, Tensor] = {}
-        """The optimizer's memory by the parameters' names; empty before the first step, and without momentum."""
+        """Momentum buffers by parameter name; empty before the first step, and without momentum."""
 
     def order(self, epoch: int) -> Tensor:
-        """The training samples of an epoch by step, int64 `(steps, batch)`."""
+        """Return the training samples of an epoch, int64 `(steps, batch)`."""
         order = shuffle(self.pools[0].count, self.recipe.seed, epoch, self.device)
         return order[: self.steps * self.batch].view(self.steps, self.batch)
 
     def target_order(self, epoch: int) -> Tensor:
-        """The target samples of an epoch by step, int64 `(steps, batch)`: pass after pass, whatever an epoch's end."""
+        """Return the target samples of an epoch, int64 `(steps, batch)`; a pass may span several epochs."""
         count, length = self.pools[1].count, self.steps * self.batch
         first, last = epoch * length // count, ((epoch + 1) * length - 1) // count
-        passes = [shuffle(count, self.recipe.seed, turn, self.device, "target") for turn in range(first, last + 1)]
+        passes = [shuffle(count, self.recipe.seed, number, self.device, "target") for number in range(first, last + 1)]
         start = epoch * length - first * count
         return torch.cat(passes)[start : start + length].view(self.steps, self.batch)
 
     def orders(self, epoch: int) -> Tensor:
-        """The samples of every pool in an epoch by step, int64 `(steps, pools, batch)`."""
+        """Return the samples of each pool in an epoch, int64 `(steps, pools, batch)`."""
         rows = [self.order(epoch)] if len(self.pools) == 1 else [self.order(epoch), self.target_order(epoch)]
         return torch.stack(rows, dim=1)
 
     def is_replicable(self) -> bool:
-        """Whether the network is one whose replicas we know to be the network itself, in training as well."""
+        """Whether the network can be trained as a replica: built by this package, and all parameters trainable."""
         parts = [getattr(self.net, part) for part in self.method.parts]
         wanted = sum(1 for part in parts for _ in part.parameters())
         return bool(self.net.card.architecture) and wanted == len(self.parameters)
 
     def is_finite(self) -> bool:
-        """Whether all of the network's numbers are."""
+        """Whether all parameters and buffers of the network are finite."""
         tensors = [tensor for tensor in self.net.state_dict().values() if tensor.is_floating_point()]
         return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that training changes, by name."""
+        """Return the network's state and the momentum buffers, by name."""
         state = {f"network/{name}": tensor.detach() for name, tensor in self.net.state_dict().items()}
         return state | {f"momentum/{name}": tensor for name, tensor in self.momentum.items()}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Continue from a state; a `Trainer` is made afterwards.
+        """Load a state, before a `Trainer` is made.
 
         Raises:
-            ValueError: A tensor is missing, unknown, of another shape or type, or not finite; nothing was changed.
+            ValueError: A tensor is missing, unknown, not finite, or has another shape or dtype; nothing is modified.
         """
         momentum = self.parameters if self.recipe.momentum else {}
         wanted = {f"network/{name}": tensor for name, tensor in self.net.state_dict().items()}
@@ -108,7 +108,7 @@ class Training:
         }
 
     def describe(self, test: Pool | None) -> dict[str, Any]:
-        """What decides the result; two trainings that differ here do not share a folder."""
+        """Return everything that determines the result; trainings that differ here cannot share a folder."""
         card = self.net.card
         return {
             "recipe": self.recipe.describe(),
@@ -125,10 +125,10 @@ class Training:
         }
 
     @torch.no_grad()
-    def _try(self) -> tuple[int, tuple[int, ...]]:
-        """How many classes the network tells apart, and the shape of what it sees; finds out early whether all fits."""
+    def _check_forward(self) -> tuple[int, tuple[int, ...]]:
+        """Run the network on one image; returns the number of classes and the shape of an augmented image."""
         example = self.pools[0].take(torch.zeros(1, dtype=torch.int64, device=self.device))
-        if self.net.channels not in (None, example.shape[1]):  # one channel would be repeated without a word
+        if self.net.channels not in (None, example.shape[1]):  # a single channel would silently be repeated
             raise ValueError(f"`images` have {example.shape[1]} channels, the network takes {self.net.channels}.")
         for pool in self.pools:
             if pool.tensor is not None:
@@ -141,7 +141,7 @@ class Training:
             views, _ = self.task.views(example, key)
             outputs = self.net.self_supervise(views).shape[-1]
         except RuntimeError as error:
-            raise ValueError(f"The network does not take images of {self.pools[0].shape}: {error}") from None
+            raise ValueError(f"The network does not accept images of shape {self.pools[0].shape}: {error}") from None
         if outputs != self.task.outputs:
             raise ValueError(
                 f"The network's self-supervised branch has {outputs} outputs, "

@@ -1,12 +1,11 @@
 """Convolution and GroupNorm of replicas on a CPU, in C++.
 
-A step of test-time training on a CPU is 3×3 convolutions of few channels, which torch computes at the processor's peak,
-and GroupNorm, which it does not. kernels.cpp needs fewer products for the first (Winograd's) and fewer passes over the
-images for the second, and takes the replicas as they lie. Everything is float32 and exact but for rounding, of which a
-convolution has up to four times as much as torch's, and a norm no more.
+A step of test-time training on a CPU is mostly 3×3 convolutions of few channels, which torch computes at peak speed,
+and GroupNorm, which it does not. kernels.cpp needs fewer multiplications for the first (Winograd) and fewer passes over
+the images for the second, and handles replicas without copies. Everything is float32; the rounding error of a
+convolution is up to four times that of torch, that of a norm no larger.
 
-build.py compiles it with the machine's own C++ compiler when it is first needed, in about ten seconds, and stores the
-result.
+build.py compiles it with the system's C++ compiler on first use, in about ten seconds, and caches the result.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from testtime.kernels.pointers import pointer
 
 
 def group_norm(x: Tensor, norm: NormForm) -> Tensor:
-    """GroupNorm of x `(S·B, C, H, W)`, float32; C is a multiple of 16."""
+    """Apply GroupNorm to x `(S·B, C, H, W)`, float32; C is a multiple of 16."""
     return _GroupNorm.apply(x, norm.weight, norm.bias, norm)  # type: ignore[return-value]
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm, plus: Tensor | None) -> Tensor:
-    """A 3×3 convolution, stride and padding 1, of as many channels in as out, one of `CPU_CHANNELS`, in float32."""
+    """Apply a float32 3×3 convolution with stride and padding 1 and equal input and output `CPU_CHANNELS`."""
     return convolve_chain(x, [Convolution(weight)], plus)
 
 
 def convolve_chain(x: Tensor, layers: Sequence[Convolution], plus: Tensor | None = None) -> Tensor:
-    """A chain of such convolutions of x `(S·B, C, H, W)`.
+    """Apply a chain of such convolutions to x `(S·B, C, H, W)`.
 
-    If their number is odd, `plus` is added to the output of the first. The others come in pairs, residual blocks: the
+    If their number is odd, `plus` is added to the output of the first. The others form pairs, the residual blocks: the
     input of a pair is added to its output.
 
     Args:
         x: Images.
-        layers: The convolutions; those in pairs have norms, and all norms as many groups.
+        layers: The convolutions; those in pairs have norms, all with the same number of groups.
         plus: Images of x's shape.
     """
     assert all(layer.norm is not None for layer in layers[len(layers) % 2 :])
@@ -55,9 +54,9 @@ def convolve_chain(x: Tensor, layers: Sequence[Convolution], plus: Tensor | None
 def convolve_strided(
     x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm, plus: Tensor | None
 ) -> Tensor:
-    """A 3×3 convolution of any stride and padding, in float32; outputs are a multiple of 16.
+    """Apply a float32 3×3 convolution of any stride and padding; the number of outputs is a multiple of 16.
 
-    Of an expanded tensor of filters, whose replicas have the same ones, each has a gradient of its own.
+    If the filters are an expanded tensor, shared by all replicas, the gradient is still computed per replica.
     """
     y = _ConvolveStrided.apply(x, weight, form.stride[0], int(form.padding[0]))
     return y if plus is None else y + plus  # type: ignore[return-value,operator]
@@ -89,8 +88,8 @@ class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plus: Any, layers: Any, *tensors: Tensor) -> Tensor:
         x, layers = _channels_last(x), _in_rows(layers)
-        moments, inner = _moments(x, layers), x.new_empty(len(layers) - 1, *x.shape)  # memory; its axes do not count
-        ctx.save_for_backward(x, moments, inner, *tensors)  # the tensors: to be told if they were changed meanwhile
+        moments, inner = _moments(x, layers), x.new_empty(len(layers) - 1, *x.shape)  # raw memory, whatever its axes
+        ctx.save_for_backward(x, moments, inner, *tensors)  # the tensors, so that in-place changes are detected
         ctx.layers = layers
         return _forward(x, layers, moments, plus, inner)
 
@@ -115,10 +114,10 @@ class _Convolve(torch.autograd.Function):
         )
         of_norms = parts.unflatten(1, (len(weight), -1)).sum(2).unbind(0)  # (S, 2, C) for each layer
         gradients: list[Tensor | None] = []
-        for place, layer in enumerate(layers):
-            gradients.append(None if grad_weights is None else grad_weights[place])
+        for index, layer in enumerate(layers):
+            gradients.append(None if grad_weights is None else grad_weights[index])
             if layer.norm is not None:
-                gradients += of_norms[place].unbind(1)
+                gradients += of_norms[index].unbind(1)
         return grad_x, grad if of_plus and alone else grad_plus, None, *gradients
 
 
@@ -128,10 +127,10 @@ class _ConvolveStrided(torch.autograd.Function):
         x, weight = _channels_last(x), weight if weight[0].is_contiguous() else weight.contiguous()
         count, images, threads = _sizes(x, len(weight), weight.shape[2])
         if weight.shape[3:] != (3, 3) or weight.shape[1] % 16 or stride < 1 or padding < 0:
-            raise ValueError(f"`convolve_strided` has no form for filters {tuple(weight.shape)} and stride {stride}.")
+            raise ValueError(f"`convolve_strided` does not support filters {tuple(weight.shape)} and stride {stride}.")
         sides = [(side + 2 * padding - 3) // stride + 1 for side in x.shape[2:]]
         if min(sides) < 1 or weight.shape[1] * sides[0] * sides[1] >= CPU_LARGEST:
-            raise ValueError(f"Images {tuple(x.shape)} are too small or too large for a convolution of 3×3.")
+            raise ValueError(f"Images {tuple(x.shape)} are too small or too large for a 3×3 convolution.")
         y = _empty_images(x, len(x), weight.shape[1], *sides)
         inner = x.shape[2], x.shape[3], x.shape[1], *sides, weight.shape[1]
         ctx.filters = Filters(count, images, *inner, stride, padding, threads, weight.stride(0))
@@ -158,11 +157,11 @@ class _ConvolveStrided(torch.autograd.Function):
 def _forward(
     x: Tensor, layers: Sequence[Convolution], moments: Tensor, plus: Tensor | None, inner: Tensor | None
 ) -> Tensor:
-    """The output; those of the layers before the last are written to `inner`, if given."""
+    """Return the output; the outputs of all layers but the last are written to `inner`, if given."""
     y, plus = torch.empty_like(x), None if plus is None else _channels_last(plus)
     added = None if plus is None else _images(plus, x.shape)
-    kept = None if inner is None else _inner(inner, x, layers)
-    kernels().chain_forward(_chain(x, layers, moments), _images(x, x.shape), added, kept, _images(y, x.shape))
+    saved = None if inner is None else _inner(inner, x, layers)
+    kernels().chain_forward(_chain(x, layers, moments), _images(x, x.shape), added, saved, _images(y, x.shape))
     return y
 
 
@@ -182,7 +181,7 @@ def _layer(x: Tensor, count: int, layer: Convolution, moments: Tensor) -> Layer:
 
 def _norm(x: Tensor, count: int, norm: NormForm, moments: Tensor) -> Norm:
     channels, apart = x.shape[1], norm.weight.stride(0)
-    alike = count == 1 or norm.bias.stride(0) == apart  # of a single row the stride says nothing
+    alike = count == 1 or norm.bias.stride(0) == apart  # the stride of a single row is arbitrary
     if channels % 16 or norm.groups < 1 or channels % norm.groups or not alike:
         raise ValueError(f"GroupNorm of {norm.groups} groups does not fit images {tuple(x.shape)}.")
     scales = (pointer(tensor, (count, channels), "rows") for tensor in (norm.weight, norm.bias))
@@ -208,10 +207,11 @@ def _inner(inner: Tensor, x: Tensor, layers: Sequence[Convolution]) -> int:
 
 
 def _sizes(x: Tensor, count: int, channels: int) -> tuple[int, int, int]:
-    """How many replicas, images of each, and threads.
+    """Return the numbers of replicas, images per replica, and threads.
 
     Raises:
-        ValueError: The images are none, too large, not as many for each replica, or have other channels than the layer.
+        ValueError: There are no images, they are too large, differ in channels from the layer, or cannot be divided
+            evenly among the replicas.
     """
     if x.numel() == 0 or len(x) % count or x.shape[1] != channels or x[0].numel() >= CPU_LARGEST:
         raise ValueError(f"Images {tuple(x.shape)} do not fit a layer of {count} replicas and {channels} channels.")
@@ -227,7 +227,7 @@ def _empty_images(like: Tensor, *shape: int) -> Tensor:
 
 
 def _in_rows(layers: Sequence[Convolution]) -> Sequence[Convolution]:
-    """The layers, with copies of parameters whose rows, one for each replica, are not each in one piece."""
+    """Return the layers, with copies of parameters whose rows, one per replica, are not contiguous."""
     if all(
         one.weight[0].is_contiguous() and (one.norm is None or _norm_in_rows(one.norm) is one.norm) for one in layers
     ):
@@ -237,7 +237,7 @@ def _in_rows(layers: Sequence[Convolution]) -> Sequence[Convolution]:
 
 
 def _norm_in_rows(norm: NormForm) -> NormForm:
-    """The norm, with scale and shift in pieces that are as far apart in one as in the other."""
+    """Return the norm, with contiguous rows of scale and shift that have the same stride."""
     weight, bias = norm.weight, norm.bias
     if weight.stride() == bias.stride() and weight.stride(1) == 1:
         return norm

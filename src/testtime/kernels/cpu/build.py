@@ -1,4 +1,4 @@
-"""Compile kernels.cpp with the machine's C++ compiler, once, and load it."""
+"""Compile kernels.cpp with the system's C++ compiler, once, and load it."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ _ARGUMENTS = {
 
 
 def available() -> bool:
-    """Whether the kernels can be used here; the first call may have to compile them."""
+    """Whether the kernels can be used on this machine; the first call may compile them."""
     return _loaded() is not None
 
 
 def kernels() -> ctypes.CDLL:
-    """The functions of kernels.cpp."""
+    """Return the library of kernels.cpp."""
     library = _loaded()
     assert library is not None
     return library
@@ -89,7 +89,7 @@ def kernels() -> ctypes.CDLL:
 def _loaded() -> ctypes.CDLL | None:
     compiler = find_compiler()
     if compiler is None:
-        log.info("no C++ compiler is here, so torch's own layers are used; with one, learning is about twice as fast")
+        log.info("no C++ compiler found, using torch's layers; with one, adaptation is about twice as fast")
         return None
     deadline, folder = time.monotonic() + _LIMIT, cache_folder()
     fault: object = "there is no home folder" if folder is None else find_fault(folder)
@@ -97,25 +97,25 @@ def _loaded() -> ctypes.CDLL | None:
         if folder is not None and not fault:
             try:
                 return load(build(compiler, folder, deadline))
-            except (OSError, RuntimeError) as error:  # it is full, or nothing can be run from there
+            except (OSError, RuntimeError) as error:  # the disk is full, or mounted noexec
                 fault = error
-        log.warning("the kernels for the CPU cannot be kept for the next time: %s", fault)
+        log.warning("cannot cache the CPU kernels: %s", fault)
         with tempfile.TemporaryDirectory(prefix="testtime-") as private:
             return load(build(compiler, Path(private), deadline))
     except (OSError, RuntimeError) as error:
-        log.warning("the kernels for the CPU cannot be compiled, so torch's own layers are used: %s", error)
+        log.warning("cannot compile the CPU kernels, using torch's layers: %s", error)
         return None
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler: `$CXX`, else the first of the usual names."""
+    """Return the C++ compiler: `$CXX`, else the first of the usual names."""
     return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
 
 
 def cache_folder() -> Path | None:
-    """Where compiled kernels are kept: `testtime` in the user's cache folder; None where there is no such folder."""
+    """Return the folder that caches compiled kernels, in the user's cache folder; None if there is no such folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not cache.is_absolute():  # unset; or relative, which would be another place in every working directory
+    if not cache.is_absolute():  # unset, or relative, which is invalid
         try:
             cache = Path.home() / ".cache"
         except RuntimeError:
@@ -124,9 +124,9 @@ def cache_folder() -> Path | None:
 
 
 def find_fault(folder: Path) -> str | None:
-    """Make a folder that only its owner can enter; why code must not be loaded from there, or None.
+    """Create a folder that only its owner can enter; return why code must not be loaded from it, or None.
 
-    Whoever can write to the folder, or rename one that it lies in, could leave code there that runs as this user.
+    Anyone who can write to the folder, or rename one of its parents, could place code there that runs as this user.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -135,49 +135,49 @@ def find_fault(folder: Path) -> str | None:
             return None
         if folder.stat().st_uid == os.getuid():
             folder.chmod(0o700)
-        for place in (folder, *folder.parents):
-            status = place.stat()
+        for parent in (folder, *folder.parents):
+            status = parent.stat()
             if status.st_uid not in (os.getuid(), 0):
-                return f"{place} belongs to another user"
+                return f"{parent} belongs to another user"
             writable = status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and status.st_gid != os.getgid())
             if writable and not status.st_mode & stat.S_ISVTX:
-                return f"{place} can be written by others"
+                return f"{parent} is writable by others"
         if folder.stat().st_uid != os.getuid():
             return f"{folder} belongs to another user"
         if not os.access(folder, os.W_OK):
-            return f"{folder} cannot be written"
+            return f"{folder} is not writable"
     except OSError as error:
         return str(error)
     return None
 
 
 def build(compiler: str, folder: Path, deadline: float) -> Path:
-    """Compile the kernels, unless that was done before for this source, compiler and processor.
+    """Compile the kernels, unless they are cached for this source, compiler and processor.
 
-    What is kept is used only if it is, byte for byte, what was compiled; anything else is compiled again.
+    A cached library is used only if its hash is that of the compiled file; otherwise it is compiled again.
 
     Args:
-        compiler: The compiler's path.
-        folder: Where to keep the result.
-        deadline: When to give up, by `time.monotonic`.
+        compiler: Path of the compiler.
+        folder: The cache folder.
+        deadline: When to give up, in the time of `time.monotonic`.
 
     Returns:
-        The library's file.
+        Path of the library.
 
     Raises:
-        RuntimeError: They do not compile, or not in time.
+        RuntimeError: Compilation failed or timed out.
         OSError: The folder cannot be written.
     """
-    # What the compiler defines names its version and every instruction that the processor has.
+    # The predefined macros identify the compiler's version and the processor's instruction set.
     defines = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull], deadline)
     texts = [_FLAGS, defines, *(part.read_text(encoding="utf-8") for part in _PARTS)]
     key = hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
-    for kept in sorted(folder.glob(f"{key}-*.so")):
-        if _is_intact(kept):
-            return kept
-        log.warning("%s is not what was compiled, and is compiled again", kept)
-        kept.unlink()
-    log.warning("compiling the kernels for the CPU, once on this machine; this takes about ten seconds")
+    for cached in sorted(folder.glob(f"{key}-*.so")):
+        if _is_intact(cached):
+            return cached
+        log.warning("%s is damaged and will be compiled again", cached)
+        cached.unlink()
+    log.warning("compiling the CPU kernels, once per machine; this takes about ten seconds")
     with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as room:
         made = Path(room) / "kernels.so"
         _run([compiler, *_FLAGS, str(SOURCE), "-o", str(made)], deadline)
@@ -186,7 +186,7 @@ def build(compiler: str, folder: Path, deadline: float) -> Path:
 
 
 def _is_intact(library: Path) -> bool:
-    """Whether a kept library is a regular file of this user's, and what was compiled: its name ends with its hash."""
+    """Whether a cached library is a regular file owned by this user whose name ends with its hash."""
     status = library.lstat()
     ours = os.name != "posix" or (status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
     return stat.S_ISREG(status.st_mode) and ours and library.stem.endswith(_hash(library))
@@ -197,7 +197,7 @@ def _hash(file: Path) -> str:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The compiled functions, with the types of their arguments."""
+    """Load a compiled library and declare its functions."""
     library = ctypes.CDLL(str(path))
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name, None)
@@ -209,11 +209,11 @@ def load(path: Path) -> ctypes.CDLL:
 
 def _check(enough: bool, *call: object) -> None:
     if not enough:
-        raise MemoryError("there is not enough memory for the kernels of testtime.kernels.cpu")
+        raise MemoryError("not enough memory for the kernels of testtime.kernels.cpu")
 
 
 def _run(command: list[str], deadline: float) -> str:
-    """What a program prints; it and all that it started are ended at the deadline, or when this process is stopped."""
+    """Run a program and return its output; it and its children are killed at the deadline, or on an interrupt."""
     try:
         process = subprocess.Popen(
             command,
@@ -229,17 +229,17 @@ def _run(command: list[str], deadline: float) -> str:
     try:
         output, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{command[0]} did not end within {_LIMIT} seconds") from None
+        raise RuntimeError(f"{command[0]} did not finish within {_LIMIT} seconds") from None
     finally:
         _end_group(process)
     if process.returncode:
         lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()
-        raise RuntimeError(lines[0] if lines else f"{command[0]} ended with code {process.returncode}")
+        raise RuntimeError(lines[0] if lines else f"{command[0]} failed with code {process.returncode}")
     return output
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    """End a process that leads a session of its own, with all that it started, if it has not ended by itself."""
+    """Kill a process that leads its own session, and its children, unless it has finished."""
     if process.poll() is None:
         if os.name == "posix":
             os.killpg(process.pid, signal.SIGKILL)

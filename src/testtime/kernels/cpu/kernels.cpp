@@ -1,12 +1,12 @@
-// Convolution and GroupNorm of replicas on a CPU; see __init__.py for what they are for.
+// Convolution and GroupNorm of replicas on a CPU; see __init__.py.
 //
-// Images lie with their channels last, (N, H, W, C), and N = S·B: the images of replica s are s·B … s·B + B - 1.
-// C is a multiple of 16, and so of any vector. Every sum has an order of its own that depends on the sizes and on how
-// wide vectors are, never on the number of threads, so that on one kind of processor results are the same bit for bit.
+// Images are stored channels last, (N, H, W, C), with N = S·B: the images of replica s are s·B … s·B + B - 1. C is a
+// multiple of 16, and so of the vector width. The order of every sum depends on the sizes and the vector width, never
+// on the number of threads, so that results on one kind of processor are reproducible bit for bit.
 //
-// Convolutions come in chains that a thread follows with a few images at a time, so that they stay in its cache. A
-// GroupNorm in front of a convolution is computed just before it, and again in the backward pass: what it gives is
-// never written to memory.
+// Convolutions form chains, through which a thread passes a few images at a time, so that they stay in its cache. A
+// GroupNorm before a convolution is fused with it and recomputed in the backward pass: its output is never written to
+// memory.
 
 #include <numeric>
 #include <type_traits>
@@ -16,24 +16,24 @@
 
 namespace {
 
-// A 3×3 convolution, behind a GroupNorm or not.
+// A 3×3 convolution, optionally preceded by GroupNorm.
 struct Layer {
-    Norm norm;  // without weight: none
-    const float* w;  // (S, C, C, 3, 3), each replica's `stride` numbers behind the last one's
+    Norm norm;  // unused if its weight is null
+    const float* w;  // (S, C, C, 3, 3), `stride` elements from one replica to the next
     int64_t stride;
 };
 
-// A chain of layers, each on the output of the one before. With `lead`, something from outside may be added to the
-// output of the first. The others come in pairs, residual blocks: the input of a pair is added to its output.
+// A sequence of layers. With `lead`, another tensor may be added to the output of the first. The others form pairs, the
+// residual blocks: the input of a pair is added to its output.
 //
-// A unit is as many images of a replica as make a block of tiles, often a single one.
+// A unit is as many images of a replica as fill a block of tiles, often a single one.
 struct Chain {
     const Layer* layers;
     int count, lead, replicas, images, height, width, channels, threads;
 
     bool leads(int layer) const { return layer < lead; }
     bool ends_pair(int layer) const { return layer >= lead && (layer - lead) % 2 == 1; }
-    // Of a tile, with the fewest products for these images.
+    // Side of the tiles that need the fewest multiplications for these images.
     int side() const {
         int fours = Tiling{1, height, width, 4}.tiles() * Fours::PLACES;
         return fours < Tiling{1, height, width, 2}.tiles() * Pairs::PLACES ? 4 : 2;
@@ -42,15 +42,15 @@ struct Chain {
     int per_unit() const { return (tiles_at_once(channels) * images + tiles() - 1) / tiles(); }
     int units() const { return (images + per_unit() - 1) / per_unit(); }
     Tiling tiling(int unit) const { return {std::min(per_unit(), images - unit * per_unit()), height, width, side()}; }
-    // How many replicas are worked on at a time, where each makes some parts of work: as many as keep all threads busy.
+    // Replicas processed at a time, each divided into `parts`: as many as keep all threads busy.
     int at_once(int parts) const { return std::min(threads / std::gcd(threads, parts), replicas); }
-    // Whether all replicas have the same filters, which are then transformed once.
+    // Whether all replicas share their filters, which are then transformed once.
     bool shared() const {
         return std::all_of(layers, layers + count, [](const Layer& layer) { return layer.stride == 0; });
     }
 };
 
-// Some units of one replica; they begin with `image`.
+// A range of units of one replica; `image` is the first image.
 struct Part {
     int replica, first, end, image;
 
@@ -60,8 +60,8 @@ struct Part {
           image(replica * chain.images + first * chain.per_unit()) {}
 };
 
-// Filters as the products want them, u (replicas, layers, places, C, C): [place][input][output], or transposed and
-// turned by 180° for the gradient by the input. To be called by all threads.
+// Transform filters to u (replicas, layers, places, C, C), [place][input][output]; transposed, and rotated by 180°, for
+// the gradient w.r.t. the input. To be called by all threads.
 template <class W, int C>
 void transform_filters(const Chain& chain, int first, int replicas, bool transposed, float* u) {
     constexpr int ROWS = C * (C / LANES);
@@ -82,7 +82,7 @@ void transform_filters(const Chain& chain, int first, int replicas, bool transpo
     }
 }
 
-// The gradients by filters [tap][input][output] of sums over tiles [place][input][output].
+// Transform sums over tiles, [place][input][output], to the gradient w.r.t. the filters, [tap][input][output].
 template <class W, int C>
 void finish_filters(const float* sums, float* taps) {
     for (int at = 0; at < C * C; at += LANES)
@@ -91,8 +91,8 @@ void finish_filters(const float* sums, float* taps) {
             [=](int a, int b, Vector value) { store(taps + (a * 3 + b) * C * C + at, value); });
 }
 
-// y = the convolution of the frame with u, plus something if given; `room` is for a place more than the transform has:
-// products are written where the tiles before them were read.
+// y = the convolution of the frame with u (+ plus). `room` has space for one place more than the transform: products
+// overwrite the tiles of the previous place.
 template <class W, int C>
 void convolve_frame(const Tiling& tiling, const float* frame, const float* u, const float* plus, float* y,
                     float* room) {
@@ -122,19 +122,19 @@ void convolve_frame(const Tiling& tiling, const float* frame, const float* u, co
     }
 }
 
-// The work of a chain on a unit of a replica's images.
+// A unit of a replica's images, processed by a chain.
 template <class W, int C>
 struct Unit {
     const Chain& chain;
     Tiling tiling;
-    int size, replica, image;  // numbers of an image; the first image
-    float* room;  // for Norm
+    int size, replica, image;  // elements of an image; index of the replica and of the first image
+    float* room;  // scratch memory of Norm
 
     Unit(const Chain& chain, int replica, int unit, float* room)
         : chain(chain), tiling(chain.tiling(unit)), size(chain.height * chain.width * C), replica(replica),
           image(replica * chain.images + unit * chain.per_unit()), room(room) {}
 
-    // Write the images to a frame, through the norm if there is one.
+    // Write the images to a frame, normalised if there is a norm.
     void frame(const float* images, const Norm* norm, float* to) const {
         int wide = tiling.wide();
         for (int n = 0; n < tiling.images; n++) {
@@ -153,15 +153,15 @@ struct Unit {
     }
 };
 
-// y takes the output; `inner`, if it is not null, those of the layers before the last, (layers - 1, N, H, W, C). False
-// if there is not the memory, as everywhere below.
+// Write the output to y and, if `inner` is not null, the outputs of the layers before the last to it, (layers - 1, N,
+// H, W, C). Returns false if memory is insufficient, as do all functions below.
 template <class W, int C>
 bool forward(const Chain& chain, const float* x, const float* plus, float* inner, float* y) {
     constexpr size_t MATRICES = matrix<C>(W::PLACES);
     int least = chain.replicas < chain.threads ? chain.threads : 1;
     int parts = std::clamp(std::max(least, chain.tiles() / 128), 1, chain.units());
     int size = chain.height * chain.width * C, at_once = chain.shared() ? chain.replicas : chain.at_once(parts);
-    int sets = chain.shared() ? 1 : at_once;  // of filters
+    int sets = chain.shared() ? 1 : at_once;  // sets of filters
     int64_t whole = static_cast<int64_t>(chain.replicas) * chain.images * size;
     size_t unit_size = static_cast<size_t>(chain.per_unit()) * size;
     size_t part_size = (chain.units() / parts + 1) * unit_size;
@@ -171,7 +171,7 @@ bool forward(const Chain& chain, const float* x, const float* plus, float* inner
     if (!u) return false;
     return work_together(chain.threads, room_size, [&](float* products) {
         float *room = products + place<C>(W::PLACES + 1), *frame = room + Norm::ROWS * C;
-        float *middle = frame + frame_size, *between = middle + part_size;  // in a pair, and between pairs
+        float *middle = frame + frame_size, *between = middle + part_size;  // within a pair, and between pairs
         std::fill_n(frame, frame_size, 0.0f);
         for (int start = 0; start < chain.replicas; start += at_once) {
             int replicas = std::min(at_once, chain.replicas - start);
@@ -204,11 +204,11 @@ bool forward(const Chain& chain, const float* x, const float* plus, float* inner
     });
 }
 
-// From the gradient g by the output, and the inner outputs: the gradient dx by the input; `dplus` by what was added
-// from outside, where there is more than the one layer; dw by the filters, (layers, S, C, C, 3, 3); and each image's
-// part of those by scale and shift, `norm_parts` (layers, N, 2, C). What is null is left out.
+// From the gradient g w.r.t. the output and the inner outputs, compute the gradients w.r.t. the input, dx; the added
+// tensor, `dplus`, if there is more than one layer; the filters, dw (layers, S, C, C, 3, 3); and each image's share of
+// those w.r.t. scale and shift, `norm_parts` (layers, N, 2, C). Null outputs are skipped.
 //
-// A replica's tiles are summed for dw in parts; how many depends on the sizes alone, and with it the order of the sums.
+// For dw, a replica's tiles are summed in parts, whose number, and so the order of the sums, depends only on the sizes.
 template <class W, int C>
 bool backward(const Chain& chain, const float* x, const float* inner, const float* g, float* dx, float* dplus,
               float* dw, float* norm_parts) {
@@ -300,7 +300,7 @@ bool backward(const Chain& chain, const float* x, const float* inner, const floa
     });
 }
 
-// Call a function with the kind of tiles and the number of channels as types.
+// Call a function with the tile type and the number of channels as compile-time constants.
 template <typename Function>
 bool choose(const Chain& chain, Function function) {
     auto with = [&](auto constant) {
@@ -317,7 +317,7 @@ bool choose(const Chain& chain, Function function) {
 
 extern "C" {
 
-// y = GroupNorm(x), then ReLU if asked; fills in the moments.
+// y = GroupNorm(x), followed by ReLU if `relu`; writes the moments.
 bool norm_forward(const Norm* norm, const float* x, float* y, int replicas, int images, int threads) {
     int64_t size = static_cast<int64_t>(norm->pixels) * norm->channels;
     return work_together(threads, Norm::ROWS * norm->channels, [&](float* room) {
@@ -329,7 +329,7 @@ bool norm_forward(const Norm* norm, const float* x, float* y, int replicas, int 
     });
 }
 
-// dx, and each image's part of the gradients by scale and shift, `parts` (N, 2, C).
+// Compute dx, and each image's share of the gradients w.r.t. scale and shift, `parts` (N, 2, C).
 bool norm_backward(const Norm* norm, const float* x, const float* g, float* dx, float* parts, int replicas, int images,
                    int threads) {
     int64_t size = static_cast<int64_t>(norm->pixels) * norm->channels;

@@ -1,4 +1,4 @@
-// GroupNorm of one image, and the vectors that everything here is made of.
+// Vectors, scratch memory, and GroupNorm of one image.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace {
 
-// Channels in a vector, as many as the processor adds at once; and how many vectors a product keeps in registers.
+// Channels per vector register, and vectors that a product accumulates in registers.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, KEPT = 16;
 #elif defined(__AVX__)
@@ -25,13 +25,13 @@ typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), align
 inline Vector load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
 inline void store(float* to, Vector value) { *reinterpret_cast<Unaligned*>(to) = value; }
 
-// Memory of a thread's own that is kept from call to call; aligned as vectors like it.
+// Thread-local memory that is reused between calls, aligned to cache lines.
 class Scratch {
     std::unique_ptr<float[]> memory;
     size_t size = 0;
 
    public:
-    // Null if there is not so much.
+    // Returns null if the allocation fails.
     float* get(size_t wanted) {
         constexpr size_t LINE = 64;  // bytes
         if (!memory || size < wanted) {
@@ -44,10 +44,11 @@ class Scratch {
     }
 };
 
-thread_local Scratch worker;  // for each thread that works on images
-thread_local Scratch caller;  // for the one that called, shared with those while they work
+thread_local Scratch worker;  // private to each worker thread
+thread_local Scratch caller;  // of the calling thread, shared with its workers
 
-// Call work(room) in each of some threads, with room for so many numbers; false, and nothing done, without the memory.
+// Call work(room) in each thread, with room for `size` floats; returns false, without any work, if memory is
+// insufficient.
 template <typename Work>
 bool work_together(int threads, size_t size, Work work) {
     std::atomic<bool> enough{true};
@@ -61,7 +62,7 @@ bool work_together(int threads, size_t size, Work work) {
     return enough;
 }
 
-// The sums of COUNT terms over the pixels of an image, for one vector of channels; term(pixel, values) gives them.
+// Sum COUNT terms, computed by term(pixel, values), over the pixels of an image, for one vector of channels.
 template <int COUNT, typename Term>
 inline void sum_pixels(int pixels, Term term, Vector totals[COUNT]) {
     Vector sums[4][COUNT] = {}, values[COUNT];
@@ -76,18 +77,18 @@ inline void sum_pixels(int pixels, Term term, Vector totals[COUNT]) {
     for (int k = 0; k < COUNT; k++) totals[k] = (sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]);
 }
 
-// GroupNorm with or without ReLU behind it; replica s has its scale and shift `stride` · s numbers from the first.
+// GroupNorm, optionally followed by ReLU; scale and shift of replica s are at offset `stride` · s.
 struct Norm {
     const float *weight, *bias;
     int64_t stride;
-    float* moments;  // each group's mean and the reciprocal of its deviation, (N, groups, 2)
+    float* moments;  // mean and reciprocal standard deviation of each group, (N, groups, 2)
     int pixels, channels, groups;
     float eps;
     bool relu;
 
-    static constexpr int ROWS = 4;  // that `room` has space for, of a number for each channel
+    static constexpr int ROWS = 4;  // of `channels` floats, the size of `room`
 
-    // The norm of an image before ReLU is a · x + b.
+    // Compute a and b such that the norm of an image before ReLU is a · x + b.
     void line(int replica, const float* moment, float* a, float* b) const {
         int members = channels / groups;
         for (int c = 0; c < channels; c++) {
@@ -96,7 +97,7 @@ struct Norm {
         }
     }
 
-    // Fill in the moments of image n, which begins at x.
+    // Compute the moments of image n, stored at x.
     void measure(const float* x, int n, float* room) const {
         int members = channels / groups;
         float *sums = room, *means = room + channels, *moment = moments + static_cast<int64_t>(n) * groups * 2;
@@ -124,13 +125,13 @@ struct Norm {
         for (int k = 0; k < groups; k++) {
             double sum = 0;
             for (int c = k * members; c < (k + 1) * members; c++) sum += sums[c];
-            // A variance past float32 must not pass for equal numbers: the guard looks for what explodes.
+            // A variance that overflows must give NaN, not 0: the guard detects values that are not finite.
             moment[2 * k + 1] = std::isfinite(sum) ? static_cast<float>(1 / std::sqrt(sum / count + eps)) : NAN;
         }
     }
 
-    // y = the norm of image n, which begins at x and belongs to a replica; its moments are known. Each row of so many
-    // pixels begins `apart` pixels behind the last one in y.
+    // y = the norm of image n of a replica, stored at x, using its moments. In y, rows of `row` pixels are `apart`
+    // pixels apart.
     void apply(const float* x, float* y, int row, int apart, int n, int replica, float* room) const {
         float *a = room, *b = room + channels;
         line(replica, moments + static_cast<int64_t>(n) * groups * 2, a, b);
@@ -139,14 +140,14 @@ struct Norm {
                 Vector by = load(a + c), plus = load(b + c);
                 for (int p = 0; p < row; p++) {
                     Vector value = load(x + (start + p) * channels + c) * by + plus;
-                    // Not a maximum: what is not a number must stay so.
+                    // Not a maximum, which would discard NaN.
                     store(y + p * channels + c, relu ? (value < 0 ? Vector{} : value) : value);
                 }
             }
     }
 
-    // dx from the gradient g by the norm, plus something if given; `part` (2, C) takes the image's gradients by scale
-    // and shift.
+    // Compute dx (+ plus) from g, the gradient w.r.t. the norm, and the image's gradients w.r.t. scale and shift,
+    // `part` (2, C).
     void differentiate(const float* x, const float* g, const float* plus, float* dx, float* part, int n, int replica,
                        float* room) const {
         int members = channels / groups;

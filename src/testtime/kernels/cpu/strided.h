@@ -1,4 +1,4 @@
-// 3×3 convolutions of any stride and padding, of images (N, H, W, inputs) to (N, rows, columns, outputs), directly.
+// Direct 3×3 convolutions of any stride and padding, from images (N, H, W, inputs) to (N, rows, columns, outputs).
 
 #pragma once
 
@@ -10,9 +10,9 @@ namespace {
 
 struct Filters {
     int replicas, images, height, width, inputs, rows, columns, outputs, stride, padding, threads;
-    int64_t apart;  // numbers from a replica's filters to the next one's
+    int64_t apart;  // elements from a replica's filters to the next; 0 if shared
 
-    int sets() const { return apart ? replicas : 1; }  // of filters
+    int sets() const { return apart ? replicas : 1; }  // sets of filters
     size_t image() const { return static_cast<size_t>(height) * width * inputs; }
     size_t output() const { return static_cast<size_t>(rows) * columns * outputs; }
     int wide() const { return width + 2 * padding; }
@@ -20,11 +20,11 @@ struct Filters {
     size_t padded_output() const { return static_cast<size_t>(rows + 4) * (columns + 4) * outputs; }
 };
 
-// Channels are worked on in bands of two vectors, or of one where there are no more.
+// Channels are processed in bands of two vectors, or one if that is enough.
 inline int band(int channels) { return channels <= LANES ? LANES : 2 * LANES; }
 inline int bands(int channels) { return (channels + band(channels) - 1) / band(channels); }
 
-// Copy an image into the middle of one that has zeros around it.
+// Copy an image with zero padding.
 void pad(const float* image, int height, int width, int channels, int padding, float* to) {
     int row_size = width * channels, wide = (width + 2 * padding) * channels;
     std::fill_n(to, static_cast<size_t>(height + 2 * padding) * wide, 0.0f);
@@ -32,9 +32,9 @@ void pad(const float* image, int height, int width, int channels, int padding, f
         std::copy_n(image + row * row_size, row_size, to + (row + padding) * wide + padding * channels);
 }
 
-// What is summed for a line of pixels: the sum over the taps and over i of x[position · apart + i] w[i][channel].
+// The terms of a line of pixels: the sum over the taps and over i of x[position · apart + i] w[i][channel].
 struct Taps {
-    int depth, apart;  // how many i; from a position to the next
+    int depth, apart;  // range of i; elements from a position to the next
     int count = 0;
     const float *x[9], *w[9];
 
@@ -45,7 +45,8 @@ struct Taps {
         w[count++] = matrix;
     }
 
-    // For TALL positions and a band of WIDE vectors; y has its positions `step` numbers apart, and so many channels.
+    // Sum for TALL positions and a band of WIDE vectors; in y, which has `channels` channels, positions are `step`
+    // elements apart.
     template <int TALL, int WIDE>
     void sum(int position, float* y, int step, int channels) const {
         Vector sums[TALL][WIDE] = {};
@@ -68,7 +69,7 @@ struct Taps {
             }
     }
 
-    // The last positions are computed twice where that makes a whole block of them.
+    // The last block overlaps the one before, so that all blocks are full.
     template <int TALL, int WIDE>
     void sum_blocks(int positions, float* y, int step, int channels) const {
         for (int position = 0; position < positions; position += TALL)
@@ -94,8 +95,8 @@ void sum_line(const Taps& taps, int wide, int positions, float* y, int step, int
         taps.sum_line<2>(positions, y, step, channels);
 }
 
-// Filters (S, outputs, inputs, 3, 3) as (S, bands of outputs, 9, inputs, band), or, transposed, as (S, bands of inputs,
-// 9, outputs, band), with zeros behind the last channel. To be called by all threads.
+// Reorder filters (S, outputs, inputs, 3, 3) to (S, bands of outputs, 9, inputs, band) or, transposed, to (S, bands of
+// inputs, 9, outputs, band), zero-padded to whole bands. To be called by all threads.
 void arrange_filters(const Filters& f, const float* w, bool transposed, float* to) {
     int depth = transposed ? f.outputs : f.inputs, channels = transposed ? f.inputs : f.outputs;
     int step = (transposed ? f.inputs : 1) * 9, channel_step = (transposed ? 1 : f.inputs) * 9, wide = band(channels);
@@ -110,8 +111,8 @@ void arrange_filters(const Filters& f, const float* w, bool transposed, float* t
     }
 }
 
-// Add to sums[i][o] what an image gives for one row of taps, whose columns and inputs are counted together as i: the
-// sum over its pixels of x · g, for TALL i and WIDE vectors of o.
+// Add to sums[i][o] the sum of x · g over the pixels of an image, for one row of taps, TALL i and WIDE vectors of o; i
+// indexes the columns and inputs of the row together.
 template <int TALL, int WIDE>
 void add_taps(const Filters& f, const float* x, const float* g, float* sums) {
     Vector own[TALL][WIDE];
@@ -134,7 +135,7 @@ void add_taps(const Filters& f, const float* x, const float* g, float* sums) {
 
 extern "C" {
 
-// y = the convolution of x with each replica's filters. False if there is not the memory, as below.
+// y = the convolution of x with each replica's filters. Returns false if memory is insufficient, as do those below.
 bool strided_forward(const Filters* filters, const float* x, const float* w, float* y) {
     const Filters& f = *filters;
     int wide = band(f.outputs), matrix = 3 * f.inputs * wide;
@@ -149,7 +150,7 @@ bool strided_forward(const Filters* filters, const float* x, const float* w, flo
             pad(x + n * f.image(), f.height, f.width, f.inputs, f.padding, padded);
             for (int index = 0; index < bands(f.outputs) * f.rows; index++) {
                 int place = index / f.rows, row = index % f.rows, channel = place * wide;
-                Taps taps(3 * f.inputs, f.stride * f.inputs);  // three at a time, which lie side by side
+                Taps taps(3 * f.inputs, f.stride * f.inputs);  // the three taps of a row are contiguous
                 for (int k = 0; k < 3; k++)
                     taps.add(padded + (row * f.stride + k) * f.wide() * f.inputs, own + (place * 3 + k) * matrix);
                 float* to = y + n * f.output() + row * f.columns * f.outputs + channel;
@@ -159,20 +160,20 @@ bool strided_forward(const Filters* filters, const float* x, const float* w, flo
     });
 }
 
-// dx, the gradient by the input, from g, that by the output.
+// Compute dx, the gradient w.r.t. the input, from g, the gradient w.r.t. the output.
 bool strided_backward(const Filters* filters, const float* g, const float* w, float* dx) {
     const Filters& f = *filters;
     int wide = band(f.inputs), matrix = f.outputs * wide, s = f.stride, lines = f.height * s;
     size_t size = static_cast<size_t>(bands(f.inputs)) * 9 * matrix;
     float* arranged = caller.get(f.sets() * size);
     if (!arranged) return false;
-    return work_together(f.threads, f.padded_output(), [&](float* padded) {  // by 2, as far as taps reach
+    return work_together(f.threads, f.padded_output(), [&](float* padded) {  // by 2, the reach of the taps
         arrange_filters(f, w, true, arranged);
 #pragma omp for schedule(static)
         for (int n = 0; n < f.replicas * f.images; n++) {
             const float* own = arranged + (f.apart ? n / f.images : 0) * size;
             pad(g + n * f.output(), f.rows, f.columns, f.outputs, 2, padded);
-            // Of a row's pixels, every s-th has the same taps: those through which it came to an output.
+            // Every s-th pixel of a row has the same taps: those that connect it to an output.
             for (int index = 0; index < bands(f.inputs) * lines; index++) {
                 int place = index / lines, row = index % lines / s, first = index % s, channel = place * wide;
                 Taps taps(f.outputs, f.outputs);
@@ -189,13 +190,13 @@ bool strided_backward(const Filters* filters, const float* g, const float* w, fl
     });
 }
 
-// dw (S, outputs, inputs, 3, 3), each replica's gradient by the filters, from the gradient g by the output.
+// Compute dw (S, outputs, inputs, 3, 3), each replica's gradient w.r.t. the filters, from g, that w.r.t. the output.
 bool strided_filters(const Filters* filters, const float* x, const float* g, float* dw) {
-    constexpr int TALL = 6;  // of a row of taps, which is a multiple of 3
+    constexpr int TALL = 6;  // elements of a row of taps, whose length is a multiple of 3
     const Filters& f = *filters;
     int row_size = 3 * f.inputs, blocks = (row_size + TALL - 1) / TALL;
     int across = (f.outputs + 2 * LANES - 1) / (2 * LANES);
-    size_t size = static_cast<size_t>(3) * row_size * f.outputs;  // of a replica's sums, (3, 3 · inputs, outputs)
+    size_t size = static_cast<size_t>(3) * row_size * f.outputs;  // sums of a replica, (3, 3 · inputs, outputs)
     float* padded = caller.get(f.padded() * f.replicas * f.images + size * f.replicas);
     if (!padded) return false;
     float* sums = padded + f.padded() * f.replicas * f.images;
@@ -205,7 +206,7 @@ bool strided_filters(const Filters* filters, const float* x, const float* g, flo
             pad(x + n * f.image(), f.height, f.width, f.inputs, f.padding, padded + n * f.padded());
 #pragma omp for schedule(static)
         for (int replica = 0; replica < f.replicas; replica++) std::fill_n(sums + replica * size, size, 0.0f);
-        for (int image = 0; image < f.images; image++)  // outside, so that it stays in the cache
+        for (int image = 0; image < f.images; image++)  // the outer loop, so that it stays in the cache
 #pragma omp for schedule(static) nowait
             for (int index = 0; index < f.replicas * 3 * blocks * across; index++) {
                 int o = index % across * 2 * LANES, i = index / across % blocks * TALL;

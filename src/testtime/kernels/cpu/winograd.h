@@ -1,6 +1,7 @@
-// Winograd's convolutions (Lavin & Gray 2016): a tile of outputs comes from inputs d, two more on a side, as
-// Aᵀ[(G w Gᵀ) ⊙ (Bᵀ d B)]A. Summed over channels, each place of a transformed tile is a matrix product of its own;
-// some tiles go through them together. F(4×4, 3×3) has 36 products where the direct sum has 144, F(2×2, 3×3) 16 for 36.
+// Winograd convolutions (Lavin & Gray 2016): a tile of outputs is Aᵀ[(G w Gᵀ) ⊙ (Bᵀ d B)]A, where the tile of inputs,
+// d, is larger by two on each side. Summed over channels, each element ("place") of a transformed tile is a separate
+// matrix product, computed for several tiles at once. F(4×4, 3×3) needs 36 multiplications where the direct sum needs
+// 144, F(2×2, 3×3) 16 instead of 36.
 
 #pragma once
 
@@ -10,20 +11,20 @@
 
 namespace {
 
-#define ALWAYS_INLINE inline __attribute__((always_inline))  // what works on vectors in registers
+#define ALWAYS_INLINE inline __attribute__((always_inline))  // so that vectors stay in registers
 
-// Tiles that go through the products together: more where filters have so many channels that no cache holds them.
+// Tiles per matrix product: more where the filters are too large for the cache.
 constexpr int tiles_at_once(int channels) { return channels > 128 ? 32 : 8; }
 template <int C>
 constexpr int TILES = tiles_at_once(C);
 
-constexpr int CHUNK = 32;  // inputs that are summed by themselves, so that less is lost in rounding
+constexpr int CHUNK = 32;  // inputs per partial sum, which reduces the rounding error
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Transforms along one axis, of one vector of channels
+// Transforms of one vector of channels along one axis
 // ---------------------------------------------------------------------------------------------------------------------
 
-// F(2, 3). It only adds, subtracts and halves, so little is lost in rounding.
+// F(2, 3), which only adds, subtracts and halves, so the rounding error is small.
 struct Pairs {
     static constexpr int OUTPUTS = 2, SIDE = 4, PLACES = SIDE * SIDE;
 
@@ -41,7 +42,7 @@ struct Pairs {
         y[1] = m[1] - m[2] - m[3];
     }
 
-    // A g, of gradients by the outputs
+    // A g, for gradients w.r.t. the outputs
     ALWAYS_INLINE static void gradient(const Vector g[2], Vector v[4]) {
         v[0] = g[0];
         v[1] = g[0] + g[1];
@@ -58,7 +59,7 @@ struct Pairs {
         u[3] = w[2];
     }
 
-    // Gᵀ p, gradients by the filters
+    // Gᵀ p, the gradients w.r.t. the filters
     ALWAYS_INLINE static void filter_gradient(const Vector p[4], Vector w[3]) {
         Vector sum = (p[1] + p[2]) * 0.5f;
         w[0] = p[0] + sum;
@@ -67,8 +68,8 @@ struct Pairs {
     }
 };
 
-// F(4, 3) by the values of polynomials at 0, ±a, ±b and infinity. Of the usual points, 1 and 2, the products are so
-// unlike in size that rounding costs twice as much; these are exact in float32, and so are their squares.
+// F(4, 3) with interpolation points 0, ±a, ±b and infinity. With the usual points, 1 and 2, the products differ so much
+// in magnitude that the rounding error is twice as large; these and their squares are exact in float32.
 struct Fours {
     static constexpr int OUTPUTS = 4, SIDE = 6, PLACES = SIDE * SIDE;
     static constexpr float a = 0.625f, b = 1.5f, aa = a * a, bb = b * b;
@@ -122,7 +123,7 @@ struct Fours {
     }
 };
 
-// A transform along both axes: from(row, column) gives what goes in, to(row, column, value) takes what comes out.
+// Apply a transform along both axes, reading with from(row, column) and writing with to(row, column, value).
 template <int IN, int OUT, void (*LINE)(const Vector*, Vector*), typename From, typename To>
 ALWAYS_INLINE void transform(From from, To to) {
     Vector half[OUT][IN];
@@ -143,20 +144,20 @@ ALWAYS_INLINE void transform(From from, To to) {
 // Tiles
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Where the transformed tiles of a place begin; the odd vector keeps places out of each other's cache sets.
+// Offset of the transformed tiles of a place; the extra vector avoids conflicts between cache sets.
 template <int C>
 constexpr size_t place(int index) {
     return static_cast<size_t>(index) * (TILES<C> * C + LANES);
 }
 
-// Where the matrix of a place begins, of filters or of sums.
+// Offset of the matrix of a place, of filters or of sums.
 template <int C>
 constexpr size_t matrix(int index) {
     return static_cast<size_t>(index) * (C * C + LANES);
 }
 
-// Some images, cut into tiles of `side`×`side` outputs that are counted through all of them. Tiles are read from a
-// frame: the images with zeros around them, one at the top and the left, below and at the right as many as tiles reach.
+// Images divided into tiles of `side`×`side` outputs, numbered across all images. Tiles are read from a frame: the
+// images padded with zeros, by one at the top and left, and to whole tiles at the bottom and right.
 struct Tiling {
     int images, height, width, side;
 
@@ -168,7 +169,7 @@ struct Tiling {
     int framed() const { return (rows() * side + 2) * wide(); }  // pixels of an image
 
     struct Place {
-        int image, row, column;  // the pixel with which a tile begins
+        int image, row, column;  // first pixel of a tile
     };
 
     Place locate(int tile) const {
@@ -177,7 +178,7 @@ struct Tiling {
     }
 };
 
-// A block of tiles, transformed: to[place][tile][channel]. Tiles past the end count as zero.
+// Transform a block of tiles to to[place][tile][channel]. Tiles past the end are zero.
 template <int C, int IN, int OUT, void (*LINE)(const Vector*, Vector*)>
 void transform_block(const Tiling& tiling, int block, const float* frame, float* to) {
     int wide = tiling.wide(), framed = tiling.framed(), first = block * TILES<C>;
@@ -194,7 +195,7 @@ void transform_block(const Tiling& tiling, int block, const float* frame, float*
         std::fill(to + place<C>(k) + count * C, to + place<C>(k) + TILES<C> * C, 0.0f);
 }
 
-// How many vectors of a product's outputs are computed at a time, and for how many rows.
+// Vectors of a product's outputs, and rows, that are computed at a time.
 template <int C>
 struct Kept {
     static constexpr int WIDE = std::min(C / LANES, 2), TALL = std::min(TILES<C>, KEPT / WIDE);
@@ -222,7 +223,7 @@ void multiply(const float* v, const float* u, float* m) {
             }
 }
 
-// p[input][output] = Σ v[tile][input] g[tile][output], or added to what is there
+// p[input][output] = Σ v[tile][input] g[tile][output], or += if `add`
 template <int C>
 void accumulate(const float* v, const float* g, float* p, bool add) {
     constexpr int WIDE = Kept<C>::WIDE, TALL = Kept<C>::TALL;

@@ -1,6 +1,6 @@
-"""BatchNorm for replicas in Triton: the statistics of each replica's images; scale, shift and ReLU in one pass.
+"""BatchNorm for replicas in Triton: statistics per replica; scale, shift and ReLU in one pass.
 
-A replica's images are a table of pixels, (B·H·W, C). Sums over the pixels are taken in pieces, in a fixed order.
+A replica's images are a matrix of pixels, (B·H·W, C). Sums over the pixels are taken in pieces, in a fixed order.
 """
 
 # pyright: reportIndexIssue=false
@@ -20,8 +20,8 @@ from testtime.kernels.cuda import gradient_buffer
 from testtime.kernels.cuda.gradient_buffer import GradientBuffer
 from testtime.kernels.cuda.layout import channels_last, check_images, check_rows
 
-_NUMBERS = 8192  # in a tile
-_PROGRAMS = 512  # that share the pixels for a sum
+_NUMBERS = 8192  # elements per tile
+_PROGRAMS = 512  # programs that a sum over pixels is divided among
 _WARPS = 8
 
 
@@ -36,9 +36,9 @@ def batch_norm(
     eps: float,
     relu: bool,
 ) -> Tensor:
-    """BatchNorm of x `(S·B, C, H, W)`, channels last, then ReLU if asked; statistics and parameters are `(S, C)`.
+    """Apply BatchNorm to x `(S·B, C, H, W)`, then ReLU if `relu`; statistics and parameters are `(S, C)`.
 
-    In training it uses the statistics of each replica's images and lets the running ones, float32, follow them.
+    In training mode, it uses the statistics of each replica's images and updates the running ones, float32, in place.
     """
     x = x.contiguous(memory_format=torch.channels_last)
     mean, variance = running_mean, running_var
@@ -49,7 +49,7 @@ def batch_norm(
 
 
 class _BatchNorm(torch.autograd.Function):
-    """`follows`: whether the statistics are those of x itself, and so change with it."""
+    """`follows`: whether the statistics are computed from x, so that gradients flow through them."""
 
     @staticmethod
     def forward(
@@ -97,15 +97,15 @@ class _BatchNorm(torch.autograd.Function):
 
 
 def moments(x: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float) -> Tensor:
-    """Mean and variance of every channel over a replica's images; the running ones, `(S, C)` each, follow them.
+    """Return mean and variance of each channel over a replica's images, and update the running ones, `(S, C)` each.
 
-    Sums are taken about the running mean, so that a mean far from zero costs no digits.
+    Values are summed relative to the running mean, so that a mean far from zero costs no precision.
 
     Args:
         x: Images `(S·B, C, H, W)`.
-        running_mean: Changed in place.
-        running_var: Changed in place.
-        momentum: The share of the new in the running ones.
+        running_mean: Updated in place.
+        running_var: Updated in place.
+        momentum: Weight of the new statistics in the running ones.
 
     Returns:
         float32 `(2, S, C)`.
@@ -129,7 +129,7 @@ def moments(x: Tensor, running_mean: Tensor, running_var: Tensor, momentum: floa
 def apply(
     x: Tensor, y: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float, relu: bool
 ) -> None:
-    """Write x, normalised by mean and variance, times weight plus bias, `(S, C)` each, and ReLU if asked, to y."""
+    """Normalise x by mean and variance, scale and shift it by weight and bias, `(S, C)` each, and write it to y."""
     channels, pixels = x.shape[1], _pixels(x, len(weight))
     block = _block(pixels, channels)
     _apply[(triton.cdiv(pixels, block), len(weight))](
@@ -150,19 +150,19 @@ def gradient_sums(
     of_weight: Tensor,
     of_bias: Tensor,
 ) -> None:
-    """Write the gradients by weight and bias, `(S, C)` each.
+    """Compute the gradients w.r.t. weight and bias, `(S, C)` each.
 
     Args:
         x: The input `(S·B, C, H, W)`.
-        grad: The gradient by the output.
-        mean: The statistics' mean `(S, C)`.
-        variance: Their variance.
+        grad: The gradient w.r.t. the output.
+        mean: The mean `(S, C)`.
+        variance: The variance `(S, C)`.
         weight: The scale.
         bias: The shift.
         eps: Added to the variance.
-        relu: Whether a ReLU came behind.
-        of_weight: Gets the sums over a replica's pixels of the gradient times the normalised input.
-        of_bias: Gets the sums of the gradient.
+        relu: Whether ReLU follows.
+        of_weight: Output: sums of the gradient times the normalised input over a replica's pixels.
+        of_bias: Output: sums of the gradient.
     """
     channels, replicas = x.shape[1], len(weight)
     pixels = _pixels(x, replicas)
@@ -190,19 +190,19 @@ def input_gradient(
     out: Tensor,
     sums: Sequence[Tensor] | None,
 ) -> None:
-    """Write the gradient by x to `out`; the first arguments as for `gradient_sums`.
+    """Compute the gradient w.r.t. x; the first arguments as for `gradient_sums`.
 
     Args:
         x: The input.
-        grad: The gradient by the output.
-        mean: The statistics' mean.
-        variance: Their variance.
+        grad: The gradient w.r.t. the output.
+        mean: The mean.
+        variance: The variance.
         weight: The scale.
         bias: The shift.
         eps: Added to the variance.
-        relu: Whether a ReLU came behind.
-        out: Where to write.
-        sums: The gradients by weight and bias, where the statistics are those of x; None where they are fixed.
+        relu: Whether ReLU follows.
+        out: Output: the gradient.
+        sums: The gradients w.r.t. weight and bias, if the statistics are computed from x; None if they are fixed.
     """
     channels, pixels = x.shape[1], _pixels(x, len(weight))
     block = _block(pixels, channels)
@@ -223,7 +223,7 @@ def _block(pixels: int, channels: int) -> int:
 
 
 def _split(pixels: int, channels: int, replicas: int) -> tuple[int, int]:
-    """Pixels in a tile, and among how many programs a replica's tiles are dealt."""
+    """Return pixels per tile, and programs that a replica's tiles are divided among."""
     block = _block(pixels, channels)
     return block, max(1, min(triton.cdiv(pixels, block), _PROGRAMS // replicas))
 
@@ -242,7 +242,7 @@ def _write(ptr, values, pixel, channel, pixels, C: tl.constexpr):
 
 @triton.jit
 def _behind_relu(grad, unit, weight, bias, RELU: tl.constexpr):
-    """What of a gradient comes through the ReLU."""
+    """Propagate a gradient back through the ReLU."""
     if RELU:
         grad = tl.where(unit * weight[None, :] + bias[None, :] > 0, grad, 0.0)
     return grad
@@ -269,7 +269,7 @@ def _sum_moments(x_ptr, about_ptr, out_ptr, pixels, pieces, C: tl.constexpr, BLO
 
 @triton.jit
 def _sum_pieces(partial_ptr, own, pieces, replicas, C: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr):
-    """Both sums over the pieces, of some channels of one replica."""
+    """Sum both quantities over the pieces, for some channels of one replica."""
     first = tl.zeros((PART,), dtype=tl.float32)
     second = tl.zeros((PART,), dtype=tl.float32)
     for start in range(0, pieces, ROWS):
@@ -296,13 +296,13 @@ def _finish_moments(
     partial_ptr, out_ptr, mean_ptr, variance_ptr, pieces, pixels, momentum,
     C: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of one replica: sums of the pieces to statistics, which the running ones follow."""
+    """Turn the sums of the pieces into statistics and update the running ones, for some channels of one replica."""
     replicas = tl.num_programs(1)
     own = tl.program_id(1) * C + tl.program_id(0) * PART + tl.arange(0, PART)
     total, square = _sum_pieces(partial_ptr, own, pieces, replicas, C, PART, ROWS)
     off = total / pixels
     variance = square / pixels - off * off
-    variance = tl.where(variance < 0, 0.0, variance)  # by rounding; what is not a number stays so
+    variance = tl.where(variance < 0, 0.0, variance)  # negative by rounding; NaN is preserved
     running = tl.load(mean_ptr + own)
     tl.store(out_ptr + own, running + off)
     tl.store(out_ptr + replicas * C + own, variance)
@@ -326,7 +326,7 @@ def _apply(
     shift = tl.load(b_ptr + replica * b_stride + channel) - tl.load(mean_ptr + own) * scale
     y = _read(x_ptr + before, pixel, channel, pixels, C) * scale[None, :] + shift[None, :]
     if RELU:
-        y = tl.where(y > 0, y, tl.where(y == y, 0.0, y))  # as torch: what is not a number stays so
+        y = tl.where(y > 0, y, tl.where(y == y, 0.0, y))  # preserves NaN, as torch does
     _write(y_ptr + before, y, pixel, channel, pixels, C)
 
 

@@ -1,10 +1,10 @@
-// 3×3 convolutions of few channels, and their gradients by the filters, for many replicas at once.
+// 3×3 convolutions of few channels, and their gradients w.r.t. the filters, for many replicas at once.
 //
-// Images have their channels last, (S·B, H, W, C), and are bfloat16, or float32 that is rounded to TF32 as it is read;
-// filters are float32, (S, 3, 3, C, C); sums are taken in float32. A block of four warps works for one replica. It keeps
-// its share of the filters in registers and goes through tiles of whole rows of pixels: a tile comes into shared memory
-// once, with a rim of one pixel, while the last one is computed; all nine taps read it there, each at its own constant
-// offset. A pixel takes some bytes more than its channels need, so that what is read at a time lies in different banks.
+// Images are stored channels last, (S·B, H, W, C), in bfloat16, or in float32 that is rounded to TF32 when read;
+// filters are float32, (S, 3, 3, C, C); sums are accumulated in float32. A block of four warps processes one replica.
+// It holds its share of the filters in registers and iterates over tiles of whole rows of pixels: each tile, with a
+// halo of one pixel, is copied to shared memory once, while the previous one is computed; all nine taps read it there,
+// each at a constant offset. Pixels are padded by a few bytes to avoid bank conflicts.
 
 typedef unsigned short bf16;
 
@@ -13,16 +13,16 @@ constexpr int THREADS = 128;
 __device__ __forceinline__ float low(unsigned both) { return __uint_as_float(both << 16); }
 __device__ __forceinline__ float high(unsigned both) { return __uint_as_float(both & 0xffff0000u); }
 
-// What differs between the two kinds of numbers. A product takes 32 bytes of a pixel's channels in either.
+// What differs between the two number formats. A product takes 32 bytes of a pixel's channels in both.
 template <typename T>
 struct Kind;
 
 template <>
 struct Kind<bf16> {
-    static constexpr int DEPTH = 16;  // channels in a product
-    static constexpr int HEIGHT = 4;  // products below each other that a warp sums at a time
+    static constexpr int DEPTH = 16;  // channels per product
+    static constexpr int HEIGHT = 4;  // products along the pixels that a warp accumulates at a time
 
-    // What thread t of four holds of the k-th half of the second factor, whose rows lie `next` numbers apart.
+    // The part of the k-th half of the second factor that thread t of four holds; its rows are `next` elements apart.
     static __device__ __forceinline__ unsigned factor(const float* first, int next, int t, int k) {
         const float* at = first + (k * 8 + t * 2) * next;
         return pack(at[0], at[next]);
@@ -64,10 +64,10 @@ struct Kind<float> {
     }
 };
 
-// A tile of ROWS rows with its rim, as it lies in shared memory: CHANNELS of the C channels of an image.
+// A tile of ROWS rows with its halo in shared memory: CHANNELS of the C channels of an image.
 template <typename T, int CHANNELS, int C, int W, int ROWS, int SPARE>
 struct Rimmed {
-    static constexpr int PIECE = 16 / sizeof(T);  // numbers in the 16 bytes that are fetched at a time
+    static constexpr int PIECE = 16 / sizeof(T);  // elements in the 16 bytes that are fetched at a time
     static constexpr int PIXEL = CHANNELS * sizeof(T) + SPARE;
     static constexpr int LINE = (W + 2) * PIXEL;
     static constexpr int BYTES = (ROWS + 2) * LINE;
@@ -87,15 +87,15 @@ struct Rimmed {
     }
 };
 
-// y = x ∗ w (+ plus). Backward, x is the gradient by the output and y that by the input.
+// y = x ∗ w (+ plus). If BACKWARD, x is the gradient w.r.t. the output and y that w.r.t. the input.
 template <typename T, int C, int W, bool BACKWARD, bool PLUS>
 __global__ void __launch_bounds__(THREADS)
 convolve(const T* __restrict__ x, const float* __restrict__ w, const T* __restrict__ plus, T* __restrict__ y, int images,
          int height, int w_stride) {
     using Number = Kind<T>;
     constexpr int HEIGHT = Number::HEIGHT;
-    constexpr int GROUPS = C / 16;                         // a warp has 16 of the outputs …
-    constexpr int PIXELS = 16 * HEIGHT * (4 / GROUPS);     // … and 16 · HEIGHT of a tile's pixels
+    constexpr int GROUPS = C / 16;                         // a warp computes 16 of the outputs …
+    constexpr int PIXELS = 16 * HEIGHT * (4 / GROUPS);     // … for 16 · HEIGHT of a tile's pixels
     constexpr int ROWS = PIXELS / W;
     constexpr int STEPS = C / Number::DEPTH;
     using Tile = Rimmed<T, C, C, W, ROWS, 16>;
@@ -114,7 +114,7 @@ convolve(const T* __restrict__ x, const float* __restrict__ w, const T* __restri
     if (begin < end) Tile::load(base, x + (long long)(begin / across) * height * W * C, begin % across * ROWS, height);
     fetched();
 
-    // Columns of the two products are dealt so that a thread ends up with four neighbouring outputs.
+    // The columns of the two products are interleaved so that each thread holds four adjacent outputs.
     unsigned filters[9][STEPS][2][2];
 #pragma unroll
     for (int tap = 0; tap < 9; ++tap)
@@ -129,7 +129,7 @@ convolve(const T* __restrict__ x, const float* __restrict__ w, const T* __restri
                     filters[tap][step][half][k] = Number::factor(first, BACKWARD ? 1 : C, t, k);
                 }
 
-    // Where this lane's row of the first product lies, for the tap at the upper left.
+    // Offset of this lane's row of the first factor, for the upper left tap.
     int offsets[HEIGHT];
 #pragma unroll
     for (int m = 0; m < HEIGHT; ++m) {
@@ -173,14 +173,14 @@ convolve(const T* __restrict__ x, const float* __restrict__ w, const T* __restri
     }
 }
 
-// The two factors of the gradient by the filters, out of shared memory: 16 input channels × pixels, pixels × 16 outputs.
-// `from` is the first pixel's first channel of interest, `at(i)` the offset of the i-th pixel.
+// The two factors of the gradient w.r.t. the filters, from shared memory: 16 input channels × pixels, pixels × 16
+// outputs. `from` is the address of the first channel of the first pixel, `at(i)` the offset of the i-th pixel.
 template <typename T>
 struct Factors;
 
 template <>
 struct Factors<bf16> {
-    static constexpr int DEPTH = 16;  // pixels in a product
+    static constexpr int DEPTH = 16;  // pixels per product
     static constexpr int SPARE = 16;
 
     template <typename At>
@@ -210,14 +210,15 @@ struct Factors<float> {
     }
 };
 
-// The gradient by the filters, as partial sums (gridDim.x, S, 3, 3, C, C): over this block's tiles, for 16 of the inputs.
+// The gradient w.r.t. the filters, as partial sums (gridDim.x, S, 3, 3, C, C): over a block's tiles, for 16 of the
+// inputs.
 template <typename T, int C, int W>
 __global__ void __launch_bounds__(THREADS)
 filter_gradient(const T* __restrict__ x, const T* __restrict__ gradient, float* __restrict__ partial, int images,
                 int height) {
     using Factor = Factors<T>;
-    constexpr int GROUPS = C / 16;                  // a warp has 16 of the outputs …
-    constexpr int SHARES = 4 / GROUPS;              // … and one of so many shares of the pixels
+    constexpr int GROUPS = C / 16;                  // a warp computes 16 of the outputs …
+    constexpr int SHARES = 4 / GROUPS;              // … for one of this many shares of the pixels
     constexpr int PIXELS = (C == 64 ? 128 : 256) / sizeof(T);
     constexpr int ROWS = PIXELS / W;
     constexpr int STEPS = PIXELS / Factor::DEPTH / SHARES;
@@ -272,7 +273,7 @@ filter_gradient(const T* __restrict__ x, const T* __restrict__ gradient, float* 
         }
         __syncthreads();
     }
-    // The shares are added in their order, through the memory that the tiles no longer need.
+    // The shares are added in a fixed order, through the shared memory of the tiles.
     static_assert(sizeof(sums) * 32 * (SHARES - 1) * GROUPS <= sizeof(memory), "the sums must fit");
     float* exchange = reinterpret_cast<float*>(memory[0]);
     if (share > 0)

@@ -1,11 +1,11 @@
-"""3×3 convolution for replicas, up to 64 channels, with something added to the result if asked.
+"""3×3 convolution for replicas, up to 64 channels, with an optional tensor added to the result.
 
-Its gradient by the input is the same kernel with the taps reversed; its gradient by the filters sums tiles of pixels in
-a fixed order (no atomics: results do not vary from run to run). CUDA C++ (nvrtc.py) computes what it knows, Triton
-(triton_convolution.py) the rest.
+The gradient w.r.t. the input uses the same kernel with reversed taps; the gradient w.r.t. the filters sums tiles of
+pixels in a fixed order, without atomics, so that results are reproducible. CUDA C++ (nvrtc.py) computes the cases that
+it supports, Triton (triton_convolution.py) the rest.
 
-Filters stay float32 in memory and are rounded to the images' dtype as they are read. Products of bfloat16 images are
-summed in float32; products of float32 images are taken in TF32.
+Filters are float32 in memory and rounded to the images' dtype when read. Products of bfloat16 images are accumulated in
+float32; products of float32 images use TF32.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from testtime.kernels.pointers import check
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm, plus: Tensor | None) -> Tensor:
-    """3×3 convolution of x `(S·B, I, H, W)`, channels last, with weights `(S, O, I, 3, 3)` → `(S·B, O, h, w)`.
+    """Convolve x `(S·B, I, H, W)` with 3×3 filters `(S, O, I, 3, 3)` → `(S·B, O, h, w)`.
 
-    The weights are best stored as `(S, 3, 3, I, O)` and shown permuted; others are copied into that order first.
+    The weights are best a permuted view of `(S, 3, 3, I, O)` in memory; other layouts are copied.
 
     Args:
         x: Images, bfloat16 or float32.
         weight: Filters, float32.
         bias: None.
         form: Stride and padding, the same for rows and columns.
-        plus: Added to the result, of its shape.
+        plus: Added to the result, of the same shape.
     """
     outputs, inputs = weight.shape[1:3]
     if weight.stride()[1:] != (1, outputs, 3 * inputs * outputs, inputs * outputs):

@@ -1,8 +1,8 @@
-"""The last sums of a backward pass: one launch for all parameters.
+"""The final reductions of a backward pass, in one launch for all parameters.
 
-The kernels that make gradients by filters, scales and shifts end with sums over blocks of pixels or over images. Each
-sum is small, and so is its place in the gradient: a launch for each would cost more than the sums. Here they wait in
-one piece of memory until the backward pass is done.
+The kernels for gradients w.r.t. filters, scales and shifts end with sums over blocks of pixels or over images. Each sum
+is so small that a separate launch would cost more than the sum. Here the partial results are collected in one piece of
+memory until the backward pass is done.
 """
 
 # pyright: reportIndexIssue=false
@@ -23,21 +23,21 @@ from torch import Tensor
 
 from testtime.kernels.graphs import Concurrent
 
-_FEW = 8  # replicas, whose gradients are small enough to be kept until the end of the backward pass
+_FEW = 8  # replicas up to which a side stream computes gradients, which keeps their inputs in memory
 
 _current: ContextVar[GradientBuffer | None] = ContextVar("buffer", default=None)
 
 
 @dataclass(eq=False)
 class Share:
-    """What one use of a parameter adds to its gradient: rows `(rows, S, columns)`, to be summed over the first axis.
+    """The contribution of one use of a parameter to its gradient: `(rows, S, columns)`, to be summed over the rows.
 
     Attributes:
-        target: Where the parameter begins in a replica's numbers.
-        rows: How many there are to sum.
-        columns: Numbers in the parameter of one replica.
-        start: Where the rows begin in the memory.
-        written: Whether they are there.
+        target: Offset of the parameter in a replica's row.
+        rows: Number of rows to sum.
+        columns: Elements of the parameter of one replica.
+        start: Offset of the rows in the memory.
+        written: Whether the rows have been written.
     """
 
     target: int
@@ -48,11 +48,10 @@ class Share:
 
 
 class GradientBuffer:
-    """The gradient by parameters that all lie in one tensor, gathered in one piece of memory.
+    """Collects the gradient w.r.t. parameters that are views of one tensor.
 
-    Whatever is computed within `with buffer:` may take part. In the one backward pass between `begin` and `collect`
-    the kernels keep back the sums they would end with, and give autograd nothing in their place; `collect` adds them up
-    and puts them where they belong.
+    Kernels used within `with buffer:` may take part. In the backward pass between `begin` and `collect`, they write
+    partial sums to the buffer and return no gradient to autograd; `collect` adds the sums up.
 
     Args:
         numbers: The parameters of S replicas, `(S, P)`.
@@ -60,7 +59,7 @@ class GradientBuffer:
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
-        self._tables: dict[Any, Tensor] = {}  # never dropped: recorded graphs read them
+        self._tables: dict[Any, Tensor] = {}  # never freed: CUDA graphs read them
         self._side = Concurrent(numbers.device) if len(numbers) <= _FEW else None
         self._forget()
 
@@ -82,26 +81,26 @@ class GradientBuffer:
         self._forget()
 
     def reserve(self, parameter: Tensor, rows: int) -> Share | None:
-        """A place for what a use of a parameter will add to its gradient; None if it is not one of them."""
+        """Reserve rows for one use of a parameter; None if the parameter is not part of the tensor."""
         place = parameter.data_ptr() - self._numbers.data_ptr()
         width = self._numbers.shape[1] * self._numbers.element_size()
         if self.collects or not parameter.is_leaf or not 0 <= place < width:
             return None
         share = Share(place // self._numbers.element_size(), rows, parameter[0].numel())
-        self._reserved.append(weakref.ref(share))  # it goes with what was computed: an attack on the images, say
+        self._reserved.append(weakref.ref(share))  # freed with the graph of its use, for example an attack's
         return share
 
     def begin(self) -> None:
-        """The next backward pass is the one to collect."""
+        """Start collecting, before the backward pass."""
         self.collects, size = True, 0
         shares = [share for one in self._reserved if (share := one()) is not None]
-        self._shares = sorted(shares, key=lambda share: share.target)  # those of a parameter follow each other
+        self._shares = sorted(shares, key=lambda share: share.target)  # groups the shares of a parameter
         for share in self._shares:
             share.start, size = size, size + share.rows * len(self._numbers) * share.columns
         self._memory = self._numbers.new_empty(size)
 
     def rows(self, share: Share) -> Tensor:
-        """The memory of a share, `(rows, S, columns)`, to be written now."""
+        """Return the memory of a share, `(rows, S, columns)`, which the caller must write."""
         share.written = True
         return self._of(share)
 
@@ -111,14 +110,14 @@ class GradientBuffer:
         return self._memory[share.start : share.start + size].view(share.rows, len(self._numbers), share.columns)
 
     def later(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Run a function whose results only `collect` needs, concurrently with what follows."""
+        """Run a function whose results only `collect` needs, concurrently with later work."""
         if self._side is None:
             function(*arguments)
         else:
             self._side.later(function, *arguments)
 
     def collect(self) -> Tensor:
-        """The gradient `(S, P)` by all parameters; zeros where nothing was kept back."""
+        """Return the gradient `(S, P)` w.r.t. all parameters; zeros where nothing was collected."""
         assert self.collects
         if self._side is not None:
             self._side.wait()
@@ -127,7 +126,7 @@ class GradientBuffer:
         for share in self._shares:
             if not share.written:  # no loss depends on it
                 self._of(share).zero_()
-        # Few replicas have many rows to sum, many have few.
+        # Few replicas have many rows to sum, many replicas few.
         block, columns = (32, 128) if count <= _FEW else (4, 1024)
         sums = tuple(_join(self._shares, width))
         if (sums, columns) not in self._tables:
@@ -145,15 +144,15 @@ class GradientBuffer:
 
 
 def current() -> GradientBuffer | None:
-    """The buffer that what is computed now belongs to; None where no gradient will be asked for."""
+    """Return the active buffer; None if there is none or gradients are disabled."""
     return _current.get() if torch.is_grad_enabled() else None
 
 
 def _join(shares: Iterable[Share], width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Sums of rows that give a whole replica's numbers: start in the memory, target, rows (0 for gaps), columns."""
+    """Yield the sums that make up a replica's gradient: offset in the memory, target, rows (0 for gaps), columns."""
     end, last = 0, None
     for share in shares:
-        if last is not None and last[1] == share.target:  # another use of the same parameter: rows behind its rows
+        if last is not None and last[1] == share.target:  # another use of the same parameter: its rows are adjacent
             last = (*last[:2], last[2] + share.rows, last[3])
             continue
         if last is not None:
@@ -169,7 +168,7 @@ def _join(shares: Iterable[Share], width: int) -> Iterator[tuple[int, int, int, 
 
 @triton.jit
 def _sum_rows(memory_ptr, result_ptr, table_ptr, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A block of columns of one replica; rows are added in an order that is always the same."""
+    """A block of columns of one replica; rows are added in a fixed order."""
     table_ptr += tl.program_id(0) * 5
     start = tl.load(table_ptr)
     target = tl.load(table_ptr + 1)

@@ -1,6 +1,6 @@
-"""GroupNorm for replicas, with or without the ReLU behind it; a program has one image, which is read once.
+"""GroupNorm for replicas in Triton, optionally followed by ReLU; one program per image, which is read once.
 
-What the backward pass needs besides the input is two numbers for each group.
+Besides the input, the backward pass needs two values per group.
 """
 
 # pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -22,12 +22,12 @@ from testtime.kernels.cuda.layout import channels_last, check_images, check_rows
 
 
 def group_norm(x: Tensor, norm: NormForm) -> Tensor:
-    """GroupNorm of x `(S·B, C, H, W)`, channels last, with parameters `(S, C)`, then ReLU if asked."""
+    """Apply GroupNorm with parameters `(S, C)` to x `(S·B, C, H, W)`, then ReLU if `norm.relu`."""
     return fork_group_norm(x, norm)[0]
 
 
 def fork_group_norm(x: Tensor, norm: NormForm) -> tuple[Tensor, Tensor]:
-    """As `group_norm`, and x itself for another use: on the way back, the gradients of both are added in one launch."""
+    """Return `group_norm(x)` and x; the backward pass adds the gradients of both in one launch."""
     given = norm.groups, norm.weight, norm.bias, norm.eps, norm.relu
     return _GroupNorm.apply(x, *given, gradient_buffer.current())  # type: ignore[return-value]
 
@@ -77,7 +77,7 @@ class _GroupNorm(torch.autograd.Function):
 
 
 def norm_forward(x: Tensor, y: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, relu: bool) -> Tensor:
-    """Write GroupNorm of x `(S·B, C, H, W)` to y; gives mean and scale of every group, `(S·B, 2, groups)`."""
+    """Write GroupNorm of x `(S·B, C, H, W)` to y; return mean and scale of each group, `(S·B, 2, groups)`."""
     images, channels, height, width = x.shape
     moments = torch.empty(images, 2, groups, dtype=torch.float32, device=x.device)
     _norm_forward[(images,)](
@@ -100,7 +100,7 @@ def norm_backward(
     of_weight: Tensor,
     of_bias: Tensor,
 ) -> None:
-    """Write the gradient by x, plus something, to `grad_x`; every image's by weight and bias, `(B, S, C)` in memory."""
+    """Compute the gradient w.r.t. x (+ plus), and each image's w.r.t. weight and bias, `(B, S, C)` in memory."""
     images, channels, height, width = x.shape
     _norm_backward[(images,)](
         x, grad, grad if plus is None else plus, grad_x, weight, bias, moments, of_weight, of_bias,
@@ -117,14 +117,14 @@ def _norm_tile(pixels: int, channels: int) -> dict[str, Any]:
 
 @triton.jit
 def _spread(values, C: tl.constexpr, G: tl.constexpr):
-    """Sums over each group's channels, given to every channel: (C,) → (C,)."""
+    """Sum over each group's channels and broadcast back to them: (C,) → (C,)."""
     sums = tl.sum(tl.reshape(values, (G, C // G)), axis=1)
     return tl.reshape(tl.broadcast_to(sums[:, None], (G, C // G)), (C,))
 
 
 @triton.jit
 def _read(ptr, pixel, channel, pixels, C: tl.constexpr):
-    """A tile of an image, (pixels, channels), as float32; zeros beyond the image."""
+    """Load a tile of an image, (pixels, channels), as float32; zeros beyond the image."""
     at = pixel[:, None] * C + channel[None, :]
     return tl.load(ptr + at, mask=(pixel < pixels)[:, None], other=0.0).to(tl.float32)
 
@@ -134,7 +134,7 @@ def _norm_forward(
     x_ptr, y_ptr, w_ptr, b_ptr, moments_ptr, per_replica, pixels, w_stride, b_stride, eps,
     C: tl.constexpr, G: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One image: mean, then variance around it, then the result. A small image is read once, a large one in tiles."""
+    """One image: mean, variance, then the result. A small image is read once, a large one in tiles."""
     image = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, C)
     tile = tl.arange(0, BLOCK)
@@ -166,7 +166,7 @@ def _norm_forward(
             x = _read(x_ptr, start + tile, channel, pixels, C)
         y = x * weight[None, :] + bias[None, :]
         if RELU:
-            y = tl.where(y > 0, y, tl.where(y == y, 0.0, y))  # as torch: what is not a number stays so
+            y = tl.where(y > 0, y, tl.where(y == y, 0.0, y))  # preserves NaN, as torch does
         at = (start + tile)[:, None] * C + channel[None, :]
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(start + tile < pixels)[:, None])
     group = channel // (C // G)
@@ -181,7 +181,7 @@ def _norm_backward(
     w_stride, b_stride,
     C: tl.constexpr, G: tl.constexpr, RELU: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One image: its gradient by the input, and its share of the gradients by scale and shift."""
+    """One image: its gradient w.r.t. the input, and its share of the gradients w.r.t. scale and shift."""
     image = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, C)
     tile = tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""The hash of randomness.py in one launch."""
+"""The hash of randomness.py in one Triton kernel."""
 
 # pyright: reportIndexIssue=false
 # (kernels are launched as kernel[grid](...), which cannot be typed without triton installed)
@@ -11,11 +11,11 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-"""SplitMix64's golden ratio as a signed number, as in randomness.py."""
+"""SplitMix64's golden ratio as a signed integer, as in randomness.py."""
 
 
 def mix(state: Tensor, factor: int, plus: int) -> Tensor:
-    """Stafford's finaliser of int64 numbers times a factor plus something."""
+    """Apply Stafford's finaliser to `state * factor + plus`, int64."""
     state = state.contiguous()
     result = torch.empty_like(state)
     _mix[(triton.cdiv(state.numel(), 1024),)](state, result, state.numel(), plus, FACTOR=factor, BLOCK=1024)
@@ -25,7 +25,7 @@ def mix(state: Tensor, factor: int, plus: int) -> Tensor:
 @triton.jit
 def scramble(state):
     """Stafford's finaliser."""
-    # The shifts are arithmetic; the masks make them logical. The factors are SplitMix64's, as signed numbers.
+    # The shifts are arithmetic; the masks make them logical. The factors are SplitMix64's, as signed integers.
     state = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     state = (state ^ ((state >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     return state ^ ((state >> 31) & 0x1FFFFFFFF)

@@ -1,10 +1,10 @@
-// The instructions of the tensor cores and of what feeds them, one function each; tests/extras/emulated/cuda.h has them for a CPU.
+// One function per tensor core and memory instruction; tests/extras/emulated/cuda.h implements them for a CPU.
 
 __device__ __forceinline__ unsigned shared_address(const void* place) {
     return static_cast<unsigned>(__cvta_generic_to_shared(place));
 }
 
-// 16 bytes from global to shared memory, or 16 zeros.
+// Copy 16 bytes from global to shared memory, or write 16 zeros.
 __device__ __forceinline__ void fetch(unsigned to, const void* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0));
 }
@@ -50,14 +50,14 @@ __device__ __forceinline__ void multiply_tf32(float (&sums)[4], const unsigned (
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The nearest TF32, as the instruction above takes it.
+// Round to the nearest TF32, the operand format of the instruction above.
 __device__ __forceinline__ unsigned tf32(float value) {
     unsigned rounded;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
     return rounded;
 }
 
-// Two numbers rounded to bfloat16, the first in the lower half.
+// Round two numbers to bfloat16, the first in the lower half.
 __device__ __forceinline__ unsigned pack(float low, float high) {
     unsigned both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));

@@ -1,4 +1,4 @@
-"""How tensors lie in memory for the CUDA kernels: images with their channels last, a row of parameters a replica."""
+"""The memory layout of the CUDA kernels: images channels last, parameters one row per replica."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from testtime.kernels.pointers import check
 
 
 def check_images(x: Tensor, replicas: int) -> None:
-    """Check that x is as many images for each replica, in numbers that the kernels know."""
+    """Check that x has a supported dtype and as many images for each replica."""
     if x.dtype not in (torch.bfloat16, torch.float32) or len(x) % replicas:
-        raise ValueError(f"The kernels have no form for {x.dtype} images {tuple(x.shape)} of {replicas} replicas.")
+        raise ValueError(f"The kernels do not support {x.dtype} images {tuple(x.shape)} of {replicas} replicas.")
 
 
 def check_rows(x: Tensor, *parameters: Tensor) -> None:
-    """Check parameters or statistics `(S, C)` of a norm of x."""
+    """Check the parameters or statistics `(S, C)` of a norm of x."""
     for parameter in parameters:
         check(parameter, (len(parameters[0]), x.shape[1]), "rows", device=x.device)
 
 
 def channels_last(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty tensor of a shape, channels last, with another's device and, unless given, dtype."""
+    """Return an empty channels-last tensor with the device and, unless given, the dtype of another."""
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device, memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""The kernels of convolution.cu: compiled when they are first needed, launched on the current stream."""
+"""The kernels of convolution.cu: compiled on first use, launched on the current stream."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _FOLDER = Path(__file__).parent
 _SOURCES = ("instructions.cu", "convolution.cu")
 _THREADS = 128
 _NUMBERS = {torch.bfloat16: "unsigned short", torch.float32: "float"}
-# How many blocks of a kernel run side by side on a multiprocessor, by the channels: their registers decide.
+# Concurrent blocks per multiprocessor, by dtype and channels; limited by registers.
 _CONVOLVE = {(torch.bfloat16, 16): 4, (torch.bfloat16, 32): 3, (torch.bfloat16, 64): 2}
 _CONVOLVE |= {(torch.float32, 16): 3, (torch.float32, 32): 2}
 _GRADIENT = 3
 
 
 def convolves(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
-    """Whether `convolve` can take images x `(S·B, C, H, W)`, bfloat16 or float32, and weights `(S, C, C, 3, 3)`."""
+    """Whether `convolve` supports images x `(S·B, C, H, W)`, bfloat16 or float32, and weights `(S, C, C, 3, 3)`."""
     kind = x.dtype, x.shape[1]
     if kind not in _CONVOLVE or not _fits(x, weight, stride, padding, _convolve_pixels(*kind)):
         return False
-    # All filters of 64 channels are much to read for a block: too much where there are few tiles.
+    # Each block reads all filters, which is too expensive for 64 channels and few tiles.
     tiles = len(x) * x.shape[2] * x.shape[3] // _convolve_pixels(*kind)
     return x.shape[1] < 64 or 2 * tiles > _chip(x.device)
 
 
 def gives_gradient(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
-    """Whether `filter_gradient` can take them."""
+    """Whether `filter_gradient` supports them."""
     kind = x.dtype, x.shape[1]
     known = x.dtype in _NUMBERS and x.shape[1] in (16, 32, 64)
     return known and _fits(x, weight, stride, padding, _gradient_pixels(*kind))
@@ -57,7 +57,7 @@ def _fits(x: Tensor, weight: Tensor, stride: int, padding: int, pixels: int) -> 
 def convolve(
     x: Tensor, weight: Tensor, y: Tensor, stride: int, padding: int, plus: Tensor | None, transposed: bool
 ) -> None:
-    """Write the convolution of x, plus something, to y; transposed, x is the gradient by what would be the output."""
+    """Write the convolution of x (+ plus) to y; transposed, x and y are the gradients w.r.t. output and input."""
     replicas, channels, images = len(weight), x.shape[1], len(x) // len(weight)
     height, width = x.shape[2:]
     form = f"{_NUMBERS[x.dtype]}, {channels}, {width}, {_word(transposed)}, {_word(plus is not None)}"
@@ -70,15 +70,15 @@ def convolve(
 
 
 def gradient_rows(x: Tensor, y: Tensor, weight: Tensor) -> int:
-    """Into how many parts, to be summed, `filter_gradient` writes."""
+    """Return the number of partial sums that `filter_gradient` writes."""
     channels = x.shape[1]
     tiles = len(x) // len(weight) * x.shape[2] * x.shape[3] // _gradient_pixels(x.dtype, channels)
-    # Some tiles for each: what they write must be read again to be summed, and others run beside.
+    # Several tiles per block: partial sums must be read again, and other kernels run concurrently.
     return _share(_GRADIENT, len(weight) * (channels // 16), max(1, tiles // 4), x.device)
 
 
 def filter_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, padding: int, parts: Tensor) -> None:
-    """Write parts of the gradient by the filters, `(rows, S, 3, 3, C, C)` in memory."""
+    """Write partial sums of the gradient w.r.t. the filters, `(rows, S, 3, 3, C, C)` in memory."""
     replicas, channels, images = len(weight), x.shape[1], len(x) // len(weight)
     height, width = x.shape[2:]
     kernel = _kernel(f"filter_gradient<{_NUMBERS[x.dtype]}, {channels}, {width}>", x.device.index)
@@ -91,18 +91,18 @@ def _images(tensor: Tensor, like: Tensor) -> int:
 
 
 def _convolve_pixels(dtype: torch.dtype, channels: int) -> int:
-    """Pixels in a tile of `convolve`."""
+    """Return the pixels per tile of `convolve`."""
     return (64 if dtype == torch.bfloat16 else 32) * (4 // (channels // 16))
 
 
 def _gradient_pixels(dtype: torch.dtype, channels: int) -> int:
-    """Pixels in a tile of `filter_gradient`."""
+    """Return the pixels per tile of `filter_gradient`."""
     return (128 if channels == 64 else 256) // dtype.itemsize
 
 
-def _share(side_by_side: int, rows: int, tiles: int, device: torch.device) -> int:
-    """Among how many blocks to deal a row's tiles, so that all rows' blocks fill the chip once."""
-    return max(1, min(tiles, side_by_side * _chip(device) // rows))
+def _share(concurrent: int, rows: int, tiles: int, device: torch.device) -> int:
+    """Return the number of blocks to divide a row's tiles among, so that the blocks of all rows fill the GPU once."""
+    return max(1, min(tiles, concurrent * _chip(device) // rows))
 
 
 def _chip(device: torch.device) -> int:
@@ -115,23 +115,23 @@ def _word(value: bool) -> str:
 
 @functools.cache
 def _works() -> bool:
-    """Whether the kernels can be compiled here; if not, Triton does it all."""
+    """Whether the kernels can be compiled on this machine; otherwise Triton's are used."""
     if torch.version.cuda is None or torch.cuda.get_device_capability() < (8, 0):
         return False
     try:
         _kernel("convolve<unsigned short, 16, 32, false, false>", torch.cuda.current_device())
     except (RuntimeError, OSError) as error:
-        log.warning("convolution.cu cannot be compiled, so Triton's kernels are used: %s", error)
+        log.warning("cannot compile convolution.cu, using Triton's kernels: %s", error)
         return False
     return True
 
 
 @functools.cache
 def _kernel(name: str, device: int) -> Callable[..., None]:
-    """A kernel by its name with template arguments, to be called with the grid's sizes, addresses and numbers."""
+    """Return a launcher of the kernel of that name, with template arguments; it takes grid, addresses and integers."""
     driver = ctypes.CDLL("libcuda.so.1")
     with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # makes sure that the device has a context
+        torch.cuda.current_stream().synchronize()  # creates the device's context, if there is none
         binary, symbol = compile_kernel(name, "sm_{}{}".format(*torch.cuda.get_device_capability()))
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(driver.cuModuleLoadData(ctypes.byref(module), binary), "loading", name)
@@ -151,14 +151,14 @@ def compile_kernel(name: str, architecture: str) -> tuple[bytes, bytes]:
 
     Args:
         name: Its name with template arguments.
-        architecture: Such as "sm_90".
+        architecture: For example "sm_90".
 
     Returns:
         The machine code, and the kernel's symbol in it.
 
     Raises:
-        RuntimeError: It does not compile.
-        OSError: There is no NVRTC.
+        RuntimeError: Compilation failed.
+        OSError: NVRTC is not installed.
     """
     nvrtc = _find_nvrtc()
     program, size, symbol = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_char_p()
@@ -176,7 +176,7 @@ def compile_kernel(name: str, architecture: str) -> tuple[bytes, bytes]:
     binary = ctypes.create_string_buffer(size.value)
     _check(nvrtc.nvrtcGetCUBIN(program, binary), "assembling", name)
     _check(nvrtc.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(symbol)), "naming", name)
-    found = symbol.value or b""  # a copy: the program goes
+    found = symbol.value or b""  # a copy: the program is destroyed
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     return binary.raw, found
 
@@ -184,7 +184,7 @@ def compile_kernel(name: str, architecture: str) -> tuple[bytes, bytes]:
 def _find_nvrtc() -> ctypes.CDLL:
     version = (torch.version.cuda or "12").split(".")[0]
     try:
-        return ctypes.CDLL(f"libnvrtc.so.{version}")  # torch's own, which it has loaded
+        return ctypes.CDLL(f"libnvrtc.so.{version}")  # already loaded by torch
     except OSError:
         return ctypes.CDLL("libnvrtc.so")
 

@@ -1,4 +1,4 @@
-"""The ends of a network and of its residual blocks: pooled and linear in one launch, a shortcut that halves in one."""
+"""Fused global pooling with a linear layer, and the 2×2 average pooling of shortcuts, in Triton."""
 
 # pyright: reportIndexIssue=false
 # (kernels are launched as kernel[grid](...), which cannot be typed without triton installed)
@@ -19,12 +19,12 @@ from testtime.kernels.pointers import check
 
 
 def pool_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Means over the pixels of x `(S·B, C, H, W)` through linear layers, weight `(S, O, C)`; float32 `(S·B, O)`."""
+    """Average x `(S·B, C, H, W)` over its pixels and apply a linear layer `(S, O, C)`; float32 `(S·B, O)`."""
     return _PoolLinear.apply(x, weight, bias, gradient_buffer.current())  # type: ignore[return-value]
 
 
 def halve(x: Tensor, extra: int) -> Tensor:
-    """Means of 2×2 pixels of x `(N, C, H, W)`, with `extra` channels of zeros behind its own."""
+    """Average 2×2 pixels of x `(N, C, H, W)` and append `extra` channels of zeros."""
     return _Halve.apply(x, extra)  # type: ignore[return-value]
 
 
@@ -78,7 +78,7 @@ class _Halve(torch.autograd.Function):
 
 
 def _pool_linear_forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of x `(S·B, C, H, W)` over its pixels through a linear layer `(S, O, C)`: `(S·B, O)` and the means."""
+    """Return the result `(S·B, O)` of `pool_linear`, and the means `(S·B, C)`."""
     images, channels, height, width = x.shape
     outputs = weight.shape[1]
     y = torch.empty(images, outputs, dtype=torch.float32, device=x.device)
@@ -93,7 +93,7 @@ def _pool_linear_forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tenso
 def _pool_linear_gradients(
     grad: Tensor, grad_x: Tensor, means: Tensor, weight: Tensor, of_weight: Tensor, of_bias: Tensor
 ) -> None:
-    """Write the gradient by x, and every image's by weight and bias, `(B, S, O, C)` and `(B, S, O)` in memory."""
+    """Compute the gradient w.r.t. x, and each image's w.r.t. weight and bias, `(B, S, O, C)` and `(B, S, O)`."""
     images, channels, height, width = grad_x.shape
     outputs = weight.shape[1]
     _pool_linear_backward[(images,)](
@@ -109,14 +109,14 @@ def _tile(pixels: int, channels: int, outputs: int) -> dict[str, Any]:
 
 
 def _halve_forward(x: Tensor, y: Tensor) -> None:
-    """Write means of 2×2 pixels of x `(N, C, H, W)` to y `(N, O, H/2, W/2)`, zeros in the channels that x lacks."""
+    """Write means of 2×2 pixels of x `(N, C, H, W)` to y `(N, O, H/2, W/2)`; additional channels are zero."""
     _halve[(len(y), triton.cdiv(y[0].numel(), 1024))](
         x, y, y.shape[3], x.shape[1], y.shape[1], y[0].numel(), BLOCK=1024, num_warps=4
     )
 
 
 def _halve_gradient(grad: Tensor, grad_x: Tensor) -> None:
-    """Write the gradient of `halve` by x."""
+    """Write the gradient of `halve` w.r.t. x."""
     _halve_backward[(len(grad_x), triton.cdiv(grad_x[0].numel(), 1024))](
         grad, grad_x, grad_x.shape[3], grad_x.shape[1], grad.shape[1], grad[0].numel(), grad_x[0].numel(),
         BLOCK=1024, num_warps=4,
@@ -153,7 +153,7 @@ def _pool_linear_backward(
     g_ptr, out_ptr, means_ptr, w_ptr, of_w_ptr, of_b_ptr, per_replica, pixels, outputs, replicas, w_stride,
     C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One image: its gradient by the input, the same for all pixels, and its share of those by weight and bias."""
+    """One image: its gradient w.r.t. the input, equal for all pixels, and its share of those w.r.t. weight and bias."""
     image = tl.program_id(0).to(tl.int64)
     replica = image // per_replica
     channel = tl.arange(0, C)
@@ -178,14 +178,14 @@ def _pool_linear_backward(
 
 @triton.jit
 def _halve(x_ptr, y_ptr, width, inputs, outputs, size, BLOCK: tl.constexpr):
-    """A block of the numbers of one image of y."""
+    """A block of elements of one image of y."""
     image = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     channel = place % outputs
     column = place // outputs % width
     row = place // outputs // width
     known = (place < size) & (channel < inputs)
-    # The image of x has four times the pixels of y, and its rows twice as many.
+    # An image of x has four times the pixels of y, and its rows twice as many.
     x_ptr += image * (size // outputs) * 4 * inputs
     at = (row * 4 * width + column * 2) * inputs + channel
     total = tl.load(x_ptr + at, mask=known, other=0.0).to(tl.float32)
@@ -197,7 +197,7 @@ def _halve(x_ptr, y_ptr, width, inputs, outputs, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _halve_backward(g_ptr, out_ptr, width, inputs, outputs, g_size, size, BLOCK: tl.constexpr):
-    """A block of the numbers of one image of x."""
+    """A block of elements of one image of x."""
     image = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     channel = place % inputs

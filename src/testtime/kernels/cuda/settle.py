@@ -1,4 +1,4 @@
-"""What an episode ends with: which replicas keep what they learned, and the others put back; a launch each."""
+"""The end of an episode in Triton: decide which updates to accept, and restore the other replicas."""
 
 # pyright: reportIndexIssue=false
 # (kernels are launched as kernel[grid](...), which cannot be typed without triton installed)
@@ -20,7 +20,7 @@ def settle(
     finite: Tensor,
     guard: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `prediction.settle`: logits, loss, which images are adapted, which rolled back, which replicas undone."""
+    """Compute `prediction.settle`: logits, loss, and which images are adapted, rolled back, which replicas undone."""
     replicas, images, classes = logits.shape
     given = wanted, logits_before, loss_before, logits, loss_after, finite
     wanted, logits_before, loss_before, logits, loss_after, finite = (tensor.contiguous() for tensor in given)
@@ -35,7 +35,7 @@ def settle(
 
 
 def put_rows(numbers: Tensor, old: Tensor, rows: Tensor) -> bool:
-    """Where `rows`, bool `(S,)`, is true, set the numbers `(S, ...)` to the old ones; the others are not touched."""
+    """Restore the rows of `numbers` `(S, ...)` from `old` where `rows`, bool `(S,)`, is true; others are unchanged."""
     assert numbers.is_contiguous()
     width = numbers[0].numel()
     block = min(4096, triton.next_power_of_2(width))
@@ -59,13 +59,13 @@ def _settle(
     image = tl.arange(0, IMAGES)
     inside = image < images
     at = replica * images + image
-    wanted = tl.load(wanted_ptr + at, mask=inside, other=0).to(tl.int32)  # 0 or 1, as all that follow
+    wanted = tl.load(wanted_ptr + at, mask=inside, other=0).to(tl.int32)  # flags are 0 or 1
     before = tl.load(loss_before_ptr + at, mask=inside, other=0.0)
     after = tl.load(loss_after_ptr + at, mask=inside, other=0.0)
     count = tl.sum(wanted, axis=0)
     risen = tl.sum(tl.where(wanted == 1, after - before, 0.0), axis=0) / tl.maximum(count, 1)
     finite = tl.load(finite_ptr + replica).to(tl.int32)
-    sound = tl.where(risen <= guard, finite, 0)  # a loss that is not a number compares false
+    sound = tl.where(risen <= guard, finite, 0)  # false for NaN
     kept = wanted * sound
     tl.store(loss_ptr + at, tl.where(kept == 1, after, before), mask=inside)
     tl.store(adapted_ptr + at, kept.to(tl.uint8), mask=inside)
@@ -83,7 +83,7 @@ def _settle(
 
 @triton.jit
 def _put_back(numbers_ptr, old_ptr, rows_ptr, width, BLOCK: tl.constexpr):
-    """A block of one replica's numbers."""
+    """A block of one replica's elements."""
     replica = tl.program_id(1)
     if tl.load(rows_ptr + replica) != 0:
         place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

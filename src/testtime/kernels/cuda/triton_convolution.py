@@ -1,4 +1,4 @@
-"""3×3 convolution and its gradient by the filters in Triton; a row of three taps is one contiguous run in memory."""
+"""3×3 convolution and its gradient w.r.t. the filters in Triton; the pixels of a row of taps are contiguous."""
 
 # pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
 # (kernels are launched as kernel[grid](...) and branch at compile time; neither can be typed without triton installed)
@@ -17,23 +17,23 @@ def _power(count: int) -> int:
 def convolve(
     x: Tensor, weight: Tensor, y: Tensor, stride: int, padding: int, plus: Tensor | None, transposed: bool
 ) -> None:
-    """Write the convolution of x, plus something, to y; transposed, x is the gradient by what would be the output."""
+    """Write the convolution of x (+ plus) to y; transposed, x and y are the gradients w.r.t. output and input."""
     replicas, outputs, inputs = weight.shape[:3]
     if transposed:
         outputs, inputs = inputs, outputs
     per_replica = len(x) // replicas
-    # Transposed with a stride, only every stride-th row and column can come from a given tap: pixels are taken by
-    # their phase, so that a program knows which taps it needs at all.
+    # Transposed with a stride, a tap reaches only every stride-th row and column: pixels are grouped by phase, so that
+    # a program skips the taps that do not reach it.
     phases = stride if transposed else 1
     rows, columns = triton.cdiv(y.shape[2], phases), triton.cdiv(y.shape[3], phases)
     places = per_replica * rows * columns
     block_m = 64 if places < 4096 else 256 if inputs == 16 else 128
     programs = triton.cdiv(places, block_m), replicas * phases**2
-    # Where there are few programs, each has a share of the outputs.
+    # With few programs, the outputs are divided among them too.
     few = programs[0] * programs[1] <= 64
     block_n = 16 if few else _power(outputs)
-    # A row of taps as one product where a tap is too short for one; as much of it as fits where few programs would wait
-    # for one tap after another.
+    # A row of taps is one product if a tap is too short for one; with few programs, as much of the row as fits, to hide
+    # latency.
     block_k = _power(3 * inputs) if inputs < 16 and phases == 1 else _power(inputs)
     if few and inputs == block_m == 64 and phases == 1:
         block_k = 512 // x.element_size()
@@ -47,17 +47,17 @@ def convolve(
 
 
 def gradient_rows(x: Tensor, y: Tensor, weight: Tensor) -> int:
-    """Into how many parts, to be summed, `filter_gradient` writes; y is the convolution of x."""
+    """Return the number of partial sums that `filter_gradient` writes; y is the convolution of x."""
     replicas, outputs, inputs = weight.shape[:3]
     pixels = len(y) // replicas * y.shape[2] * y.shape[3]
-    # Enough programs to fill the chip, but no more than there are tiles of pixels; wide sums are dear to write.
+    # Enough programs to fill the GPU, but no more than tiles of pixels; wide sums are expensive to write.
     programs = replicas * (1 if _all_rows(weight) else 3)
     wanted = 1024 if inputs * outputs <= 512 else 512
     return max(1, min(triton.cdiv(pixels, _gradient_pixels(x)), triton.cdiv(wanted, programs)))
 
 
 def filter_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, padding: int, parts: Tensor) -> None:
-    """Write parts of the gradient by the filters, `(rows, S, 3, 3, I, O)` in memory."""
+    """Write partial sums of the gradient w.r.t. the filters, `(rows, S, 3, 3, I, O)` in memory."""
     replicas, outputs, inputs = weight.shape[:3]
     all_rows, splits = _all_rows(weight), len(parts)
     warps, stages = 4, 1
@@ -74,12 +74,12 @@ def filter_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, paddin
 
 
 def _gradient_pixels(x: Tensor) -> int:
-    """Pixels in a tile of `filter_gradient`."""
+    """Return the pixels per tile of `filter_gradient`."""
     return 32 if x.element_size() == 4 else 64
 
 
 def _all_rows(weight: Tensor) -> bool:
-    """Whether all nine taps' sums fit into a program's registers."""
+    """Whether the sums of all nine taps fit into a program's registers."""
     return _power(3 * weight.shape[2]) * _power(weight.shape[1]) <= 4096
 
 
@@ -89,10 +89,10 @@ def _convolution(
     IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, TRANSPOSED: tl.constexpr,
     PHASES: tl.constexpr, PLUS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BLOCK_M output pixels of one replica; filters lie as (S, 3, 3, I, O).
+    """A tile of BLOCK_M output pixels of one replica; filters are stored as (S, 3, 3, I, O).
 
-    Transposed, it is the gradient by the input: x is the gradient by the output, and an output pixel collects from the
-    places whose window covered it.
+    Transposed, it is the gradient w.r.t. the input: x is the gradient w.r.t. the output, and each pixel sums over the
+    windows that contain it.
     """
     replica = tl.program_id(1) // (PHASES * PHASES)
     phase_row = tl.program_id(1) // PHASES % PHASES
@@ -106,7 +106,7 @@ def _convolution(
     w_ptr += replica.to(tl.int64) * w_stride
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if PHASES == 1:
-        if TRANSPOSED:  # the taps of a row from right to left, so that pixels go from left to right
+        if TRANSPOSED:  # the taps of a row from right to left, so that pixels are read from left to right
             first = column + PADDING - 2
         else:
             first = column * STRIDE - PADDING
@@ -118,8 +118,8 @@ def _convolution(
             good = inside & (from_row >= 0) & (from_row < in_h)
             source = ((image * in_h + from_row) * in_w + first) * IN
             if BLOCK_K == IN and IN <= 32:
-                # Three loads on their way at once, then three products. (Not of 64 channels in bfloat16: for tiles of
-                # 16 outputs, CUDA 12.8's assembler gets the places of the second and third filters wrong.)
+                # Three loads in flight, then three products. (Not for 64 channels in bfloat16: for tiles of 16 outputs,
+                # CUDA 12.8's assembler gets the addresses of the second and third filters wrong.)
                 k = tl.arange(0, BLOCK_K)
                 left_valid = good & (first >= 0) & (first < in_w)
                 middle_valid = good & (first + 1 >= 0) & (first + 1 < in_w)
@@ -128,7 +128,7 @@ def _convolution(
                 left = tl.load(run, mask=left_valid[:, None], other=0.0)
                 middle = tl.load(run + IN, mask=middle_valid[:, None], other=0.0)
                 right = tl.load(run + 2 * IN, mask=right_valid[:, None], other=0.0)
-                if TRANSPOSED:  # here IN is what the filters give
+                if TRANSPOSED:  # IN is the number of outputs of the filters
                     at = (tap_row * 3 + 2) * IN * OUT + channel[None, :] * IN + k[:, None]
                     next_tap = -IN * OUT
                 else:
@@ -159,7 +159,7 @@ def _convolution(
         for tap in tl.static_range(9):
             up = PADDING - tap // 3
             aside = PADDING - tap % 3
-            # The sums are kept above zero: remainders and quotients of negative numbers are rounded otherwise.
+            # The offset makes the operands positive: Triton truncates quotients of negative numbers towards zero.
             down = (phase_row + up + PHASES * 4) % PHASES
             right = (phase_column + aside + PHASES * 4) % PHASES
             if down + right == 0:
@@ -182,7 +182,7 @@ def _convolution(
 
 @triton.jit
 def _read_row(x_ptr, image, from_row, first, inside, k, in_h, in_w, IN: tl.constexpr):
-    """What a row of three taps sees, (pixels, 3·IN): three neighbouring pixels, zeros beyond the image."""
+    """Load the input of a row of three taps, (pixels, 3·IN): three adjacent pixels, zeros beyond the image."""
     from_column = first[:, None] + (k // IN)[None, :]
     good = inside & (from_row >= 0) & (from_row < in_h)
     valid = good[:, None] & (from_column >= 0) & (from_column < in_w) & (k < 3 * IN)[None, :]

@@ -1,4 +1,4 @@
-"""Views of images in one launch: drawn, padded, cropped, flipped and turned; and pixels as a network reads them."""
+"""Views of images in one Triton kernel (drawn, padded, cropped, flipped and rotated), and normalisation in another."""
 
 # pyright: reportIndexIssue=false
 # (kernels are launched as kernel[grid](...), which cannot be typed without triton installed)
@@ -16,25 +16,25 @@ from testtime.kernels.cuda.hash import GOLDEN, scramble
 def make_views(
     images: Tensor, keys: Tensor, copies: int, padding: int, flip: bool, turns: int, words: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor]:
-    """What `CropFlip` makes of images and `Rotation` of that, bit for bit.
+    """Apply `CropFlip`, then `Rotation`, with bit-identical results.
 
     Args:
         images: `(N, C, H, W)` of any dtype.
-        keys: The draws' keys `(N,)`.
-        copies: How many copies of each image are drawn.
-        padding: Black pixels on each side of the image, before it is cropped.
-        flip: Whether half of the copies are flipped.
-        turns: 1 for one turn of each copy, by chance; 4 for all of them.
-        words: What a key gains for drawing crops, flips and turns.
+        keys: Keys of the draws `(N,)`.
+        copies: Augmented copies per image.
+        padding: Black pixels added on each side before the crop.
+        flip: Whether to flip with probability 0.5.
+        turns: 1 for one random rotation per copy; 4 for all rotations.
+        words: `purpose_word` of crops, flips and rotations.
 
     Returns:
-        Views `(N·copies·turns, C, side, side)` and the turns, int64.
+        Views `(N·copies·turns, C, side, side)` and their rotations, int64.
     """
     return _launch(images, keys, copies, padding, flip, turns, words)
 
 
 def rotate(images: Tensor) -> tuple[Tensor, Tensor]:
-    """All four turns of images `(N, C, H, W)`: views `(4·N, C, side, side)` and the turns, int64."""
+    """Return all four rotations of images `(N, C, H, W)`: views `(4·N, C, side, side)` and their rotations, int64."""
     return _launch(images, None, 1, 0, False, 4, (0, 0, 0))
 
 
@@ -59,13 +59,13 @@ def _launch(
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:
-    """Images `(N, C, H, W)`, uint8 or float32, less the mean, divided by the standard deviation, channels last.
+    """Normalise images `(N, C, H, W)`, uint8 or float32; the result is channels last.
 
     Args:
-        images: Pixels; bytes are divided by 255 first.
-        mean: Of each channel or of all, float32.
-        std: Of each channel or of all, float32.
-        dtype: Of the result.
+        images: Pixels; uint8 is divided by 255 first.
+        mean: Per channel or for all, float32.
+        std: Per channel or for all, float32.
+        dtype: Dtype of the result.
     """
     count, channels, height, width = images.shape
     result = torch.empty(images.shape, dtype=dtype, device=images.device, memory_format=torch.channels_last)
@@ -80,7 +80,7 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) -> 
 
 @triton.jit
 def _integer(state, high):
-    """A number below `high`; see `Draws.integers`."""
+    """Draw an integer below `high`; see `Draws.integers`."""
     return (((scramble(state) >> 33) & 0x7FFFFFFF) * high) >> 31
 
 
@@ -90,7 +90,7 @@ def _make_views(
     DRAW: tl.constexpr, PADDING: tl.constexpr, FLIP: tl.constexpr, TURNS: tl.constexpr, GOLDEN: tl.constexpr,
     CROP_WORD: tl.constexpr, FLIP_WORD: tl.constexpr, TURN_WORD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of the pixels of one view: each finds where it comes from."""
+    """A block of pixels of one view: each computes its source position."""
     view = tl.program_id(0)
     copy = view // TURNS
     image = copy // copies
@@ -114,7 +114,7 @@ def _make_views(
         if TURNS == 1:
             turns = _integer(scramble(key + TURN_WORD) + GOLDEN, 4)
     end = side - 1
-    # A quarter turn to the left takes the pixel at (row, column) from (column, end - row).
+    # A rotation by 90° counterclockwise takes the pixel at (row, column) from (column, end - row).
     from_row = tl.where(turns == 0, row, tl.where(turns == 1, column, tl.where(turns == 2, end - row, end - column)))
     from_column = tl.where(turns == 0, column, tl.where(turns == 1, end - row, tl.where(turns == 2, end - column, row)))
     from_row = from_row + top
