@@ -133,3 +133,18 @@ def test_rounded_weights_add_up_to_exactly_one():
     assert (rounded.sum(-1) == 1).all()
     assert (rounded * 2**16 == np.round(rounded * 2**16)).all()
     np.testing.assert_allclose(rounded, weights, atol=2**-16)
+
+
+@pytest.mark.parametrize("sigma", [0.4, 1, 3])
+def test_gaussian_blur_is_a_weighted_mean_of_the_pixels_around(sigma: float):
+    image = smooth_pictures(1, 13, 9, channels=1)
+    radius = int(4 * sigma + 0.5)
+    found = blur.gaussian_blur(image.float(), sigma)[0, 0]
+    for y, x in ((0, 0), (5, 4), (12, 3), (6, 8)):
+        total = weights = 0.0
+        for dy in range(-radius, radius + 1):
+            for dx in range(-radius, radius + 1):
+                weight = math.exp(-(dy * dy + dx * dx) / (2 * sigma**2))
+                total += weight * float(image[0, 0, min(max(y + dy, 0), 12), min(max(x + dx, 0), 8)])
+                weights += weight
+        assert float(found[y, x]) == pytest.approx(total / weights, abs=0.02)

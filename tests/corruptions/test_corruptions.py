@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from pictures import smooth_pictures
+from testtime import data
 from testtime.corruptions import (
     CORRUPTIONS,
+    EXTRA,
     SEVERITIES,
     blur,
     corrupt,
@@ -29,10 +31,9 @@ from testtime.corruptions.frost import make_textures
 from testtime.corruptions.registry import SIDE_LIMIT
 from testtime.randomness import Draws
 
-CHANCE = [
-    name for name in CORRUPTIONS if name not in ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate")
-]
-CHANCE.remove("jpeg_compression")
+NAMES = (*CORRUPTIONS, *EXTRA)
+FIXED = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")
+CHANCE = [name for name in NAMES if name not in (*FIXED, "gaussian_blur", "saturate")]
 
 
 def test_names_are_the_tables_columns():
@@ -42,7 +43,17 @@ def test_names_are_the_tables_columns():
     ) == CORRUPTIONS
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_sets_of_the_extra_ones_open_by_name_and_are_not_listed():
+    assert EXTRA == ("speckle_noise", "gaussian_blur", "spatter", "saturate")
+    clean = data.open("digits").images(slice(0, 5))
+    for name in EXTRA:
+        assert torch.equal(data.open(f"digits-c/{name}/3").images(slice(0, 5)), corrupt(clean, name, 3))
+    listed = (*data.names(), *data.expand("cifar10-c"), *data.expand("imagenet-c/*/5"), *data.expand("digits-c/*/3"))
+    assert not any(name in part for name in EXTRA for part in listed)
+    assert data.expand("cifar10-c/saturate/5") == ("cifar10-c/saturate/5",)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_an_image_comes_out_the_same_alone_and_in_a_batch_in_any_order(name: str):
     images = smooth_pictures(7)
     together = corrupt(images, name, 4, seed=3)
@@ -56,7 +67,7 @@ def test_an_image_comes_out_the_same_alone_and_in_a_batch_in_any_order(name: str
     assert torch.equal(corrupt(images, name, 4, seed=3, chunk=2), together)
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_large_images_come_out_the_same_alone_and_in_a_batch(name: str):
     images = smooth_pictures(3, 70, 96)
     together = corrupt(images, name, 2, seed=1)
@@ -76,13 +87,13 @@ def test_draws_depend_on_the_seed_and_on_the_number_and_on_nothing_else(name: st
     assert not torch.equal(first, corrupt(images, name, 5, seed=1))
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_floats_take_the_path_of_eight_bits(name: str):
     images = smooth_pictures(2)
     assert torch.equal(corrupt(images.float() / 255, name, 3), corrupt(images, name, 3))
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [(1, 1), (2, 5), (20, 33), (65, 80)])
 def test_any_size_and_gray_images_work(name: str, size: tuple[int, int]):
     for channels in (1, 3):
@@ -94,7 +105,8 @@ def test_any_size_and_gray_images_work(name: str, size: tuple[int, int]):
 
 
 @pytest.mark.parametrize(
-    "name", ["defocus_blur", "motion_blur", "zoom_blur", "fog", "contrast", "pixelate", "brightness"]
+    "name",
+    ["defocus_blur", "motion_blur", "zoom_blur", "fog", "contrast", "pixelate", "brightness", "gaussian_blur"],
 )
 def test_a_gray_image_is_a_colour_image_with_equal_channels(name: str):
     gray = smooth_pictures(2, channels=1)
@@ -103,8 +115,11 @@ def test_a_gray_image_is_a_colour_image_with_equal_channels(name: str):
     assert torch.equal(colour[:, 0], colour[:, 2])
 
 
-# Not in these: glass blurs grain away as it goes up, frost dims what it whitens, elastic trades its shear for ripples.
-@pytest.mark.parametrize("name", [n for n in CORRUPTIONS if n not in ("glass_blur", "frost", "elastic_transform")])
+# Not in these: glass blurs grain away as it goes up, frost dims what it whitens, elastic trades its shear for ripples,
+# saturation goes down first and then up.
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if n not in ("glass_blur", "frost", "elastic_transform", "saturate")]
+)
 def test_damage_grows_from_the_first_severity_to_the_last(name: str):
     images = smooth_pictures(24)
     damage = [(corrupt(images, name, s).float() - images.float()).square().mean().item() for s in (1, 3, 5)]
@@ -118,7 +133,7 @@ def test_chunks_cover_the_set_in_order():
     assert torch.equal(torch.cat([block for _, block in parts]), corrupt(images, "fog", 2, seed=5))
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_callers_modes_do_not_matter_and_stay(name: str):
     images = smooth_pictures(2)
     expected = corrupt(images, name, 3)
@@ -131,7 +146,7 @@ def test_the_callers_modes_do_not_matter_and_stay(name: str):
 
 
 def test_an_empty_batch_stays_empty():
-    for name in CORRUPTIONS:
+    for name in NAMES:
         assert corrupt(torch.zeros(0, 3, 32, 32, dtype=torch.uint8), name, 1).shape == (0, 3, 32, 32)
 
 
@@ -151,6 +166,11 @@ def test_levels_are_the_published_ones():
     assert severity_level("snow", 3, "cifar") == (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9)
     assert severity_level("elastic_transform", 5, "imagenet") == (0.12, 0.01, 0.02)
     assert severity_level("jpeg_compression", 5, "cifar") == 40
+    assert [severity_level("speckle_noise", s, "imagenet") for s in SEVERITIES] == [0.15, 0.2, 0.35, 0.45, 0.6]
+    assert [severity_level("gaussian_blur", s, "cifar") for s in SEVERITIES] == [0.4, 0.6, 0.7, 0.8, 1]
+    assert severity_level("saturate", 5, "imagenet") == (20, 0.2)
+    assert severity_level("spatter", 2, "cifar") == (0.65, 0.1, 0.8, 0.7, 0.5, "water")
+    assert severity_level("spatter", 5, "imagenet") == (0.67, 0.4, 1, 0.65, 1.5, "mud")
 
 
 def test_errors_name_the_argument_and_its_value():
@@ -180,7 +200,7 @@ def test_errors_name_the_argument_and_its_value():
 
 
 @pytest.mark.parametrize("scale", ["cifar", "imagenet"])
-@pytest.mark.parametrize("name", CORRUPTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_strips_are_the_rows_of_the_whole(name: str, scale, monkeypatch: pytest.MonkeyPatch):
     batches = [smooth_pictures(2, 29, 41), smooth_pictures(1, 50, 17, channels=1)]
     whole = [corrupt(images, name, severity, scale=scale) for images in batches for severity in (1, 2, 3, 5)]
@@ -203,15 +223,15 @@ def test_clouds_of_a_long_picture_are_those_of_the_square_stretched_to_the_full_
 
 
 def test_a_long_picture_takes_little_memory():
-    """The square over the long side would take a gigabyte; all fifteen together add less than the textures do."""
+    """The square over the long side would take a gigabyte; all together add less than the textures do."""
     program = """
 import resource, torch
-from testtime.corruptions import CORRUPTIONS, corrupt
+from testtime.corruptions import CORRUPTIONS, EXTRA, corrupt
 torch.set_num_threads(1)
 images = torch.arange(16000).remainder(256).to(torch.uint8).view(1, 1, 1, 16000)
 corrupt(images[..., :100], "frost", 1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-for name in CORRUPTIONS:
+for name in (*CORRUPTIONS, *EXTRA):
     for long in (images, images.transpose(2, 3)):
         assert corrupt(long, name, 5).shape == long.shape
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
@@ -264,22 +284,24 @@ def forget() -> None:
 @pytest.mark.parametrize("what", ["float64", "bfloat16", "meta", "inference", "autocast"])
 def test_torchs_defaults_do_not_matter(what: str):
     batches = [smooth_pictures(2), smooth_pictures(2, 70, 66, channels=1)]
-    severities = {name: 1 + place % 5 for place, name in enumerate(CORRUPTIONS)}
+    severities = {name: 1 + place % 5 for place, name in enumerate(NAMES)}
     forget()
-    expected = {name: [corrupt(images, name, severities[name]) for images in batches] for name in CORRUPTIONS}
+    expected = {name: [corrupt(images, name, severities[name]) for images in batches] for name in NAMES}
     forget()
     with torch_default(what):
-        found = {name: [corrupt(images, name, severities[name]) for images in batches] for name in CORRUPTIONS}
-    for name in CORRUPTIONS:
+        found = {name: [corrupt(images, name, severities[name]) for images in batches] for name in NAMES}
+    for name in NAMES:
         assert all(torch.equal(a, b) for a, b in zip(expected[name], found[name], strict=True)), name
     # And what was cached there serves where gradients are wanted.
     assert torch.equal(corrupt(batches[0].float() / 255, "elastic_transform", 3), expected["elastic_transform"][0])
-    assert corrupt((batches[0].float() / 255).requires_grad_(), "zoom_blur", 2).shape == batches[0].shape
+    for name in ("zoom_blur", *EXTRA):
+        wanting = (batches[0].float() / 255).requires_grad_()
+        assert torch.equal(corrupt(wanting, name, severities[name]), expected[name][0])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", CORRUPTIONS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [(32, 32), (100, 96)])
 def test_cuda_agrees_with_the_cpu(name: str, size: tuple[int, int]):
     """Up to rounding: a value on the edge of truncation may fall by one; a flake or photon at a threshold may flip."""

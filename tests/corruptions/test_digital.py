@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import io
 import math
 
@@ -93,3 +94,22 @@ def test_jpeg_compression_is_pillows(channels: int):
         Image.fromarray(image if channels == 3 else image[..., 0]).save(buffer, "JPEG", quality=58)
         expected = np.asarray(Image.open(buffer)).reshape(image.shape)
         np.testing.assert_array_equal(ours, expected)
+
+
+@pytest.mark.parametrize("scale", ["cifar", "imagenet"])
+def test_saturate_changes_the_saturation_of_hsv(scale):
+    image = smooth_pictures(1, 8, 8)
+    image[0, :, 0, 0] = 0
+    image[0, :, 0, 1] = 90  # gray, which has the hue of red
+    for severity in SEVERITIES:
+        factor, add = severity_level("saturate", severity, scale)
+        found = corrupt(image, "saturate", severity, scale=scale)[0].numpy()
+        for y, x in np.ndindex(8, 8):
+            hue, saturation, value = colorsys.rgb_to_hsv(*(image[0, :, y, x].numpy() / 255))
+            expected = np.array(colorsys.hsv_to_rgb(hue, min(saturation * factor + add, 1), value)) * 255
+            assert np.abs(found[:, y, x] - np.floor(expected + 1e-3)).max() <= 1
+
+
+def test_saturate_leaves_gray_images_unchanged():
+    images = smooth_pictures(2, channels=1)
+    assert torch.equal(corrupt(images, "saturate", 5), images)

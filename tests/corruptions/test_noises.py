@@ -24,6 +24,14 @@ def test_gaussian_noise_has_its_standard_deviation():
     assert (change.abs() < 51.0).float().mean().item() == pytest.approx(0.954, abs=0.005)
 
 
+def test_speckle_noise_is_proportional_to_the_value():
+    for value in (0, 40, 120):
+        images = torch.full((64, 3, 32, 32), value, dtype=torch.uint8)
+        change = corrupt(images, "speckle_noise", 5).float() - value
+        assert change.std().item() == pytest.approx(0.2 * value, rel=0.02)
+        assert change.mean().item() == pytest.approx(-0.5 if value else 0, abs=0.25)  # truncation takes half a step
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.8, 3.0, 9.95, 10.0, 14.0, 60.0, 400.0])
 def test_poisson_counts_have_the_poisson_distribution(rate: float):
     """Total variation between the exact law and what was drawn stays at what chance allows for this many draws."""

@@ -1,4 +1,4 @@
-"""The four blurs: defocus, glass, motion and zoom."""
+"""The blurs: defocus, glass, motion and zoom, and the extra Gaussian one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from testtime.corruptions.filters import Array, gaussian_weights, round_weights, smooth
+from testtime.corruptions.filters import Array, gaussian_weights, mirror_index, round_weights, smooth
 from testtime.corruptions.strips import by_strips, skip, split_rows
 from testtime.randomness import Draws
 
@@ -37,6 +37,8 @@ ZOOM = {
     "cifar": ((1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),
     "imagenet": ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03)),
 }
+# standard deviation
+GAUSSIAN = {"cifar": (0.4, 0.6, 0.7, 0.8, 1), "imagenet": (1, 2, 3, 4, 6)}
 
 # Up to this many pixels, zoom blur is one matrix product; its matrix has the square of that many elements.
 _DENSE_PIXELS = 1600
@@ -63,14 +65,6 @@ def disk(radius: float, softness: float) -> Array:
     return kernel[margin : len(kernel) - margin, margin : len(kernel) - margin]
 
 
-def _reflect(size: int, pad: int) -> npt.NDArray[np.int64]:
-    """Return the indices of reflection padding, for padding of any width, `(size + 2·pad,)`."""
-    if size == 1:
-        return np.zeros(1 + 2 * pad, np.int64)
-    index = np.arange(-pad, size + pad) % (2 * size - 2)
-    return np.minimum(index, 2 * size - 2 - index)
-
-
 def defocus_blur(images: Tensor, level: tuple[float, float]) -> Tensor:
     """Blur with a disk, as a lens out of focus does.
 
@@ -86,7 +80,7 @@ def defocus_blur(images: Tensor, level: tuple[float, float]) -> Tensor:
     kernel = round_weights(kernel.reshape(-1), bits=15).reshape(kernel.shape)
     pad = len(kernel) // 2
     height, width = images.shape[-2:]
-    down, across = (torch.from_numpy(_reflect(size, pad)).to(images.device) for size in (height, width))
+    down, across = (torch.from_numpy(mirror_index(size, pad)).to(images.device) for size in (height, width))
     taps = np.argwhere(kernel > 0)
     weight = torch.from_numpy(kernel).to(images.device, images.dtype)[None, None]
 
@@ -348,3 +342,16 @@ def zoom_blur(images: Tensor, level: tuple[float, float]) -> Tensor:
         return total / (len(factors) + 1)
 
     return by_strips(images.shape, images.device, blur_rows)
+
+
+def gaussian_blur(images: Tensor, level: float) -> Tensor:
+    """Blur with a Gaussian, truncated at four standard deviations.
+
+    Args:
+        images: Float pixels, integers from 0 to 255, `(N, C, H, W)`.
+        level: Standard deviation in pixels.
+
+    Returns:
+        Float pixels `(N, C, H, W)`.
+    """
+    return smooth(images, level, 4, "edge")

@@ -1,4 +1,4 @@
-"""The four digital corruptions: contrast, elastic transform, pixelate and JPEG compression."""
+"""The digital corruptions: contrast, elastic transform, pixelate, JPEG compression, and the extra saturation."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ PIXELATE = {"cifar": (0.95, 0.9, 0.85, 0.75, 0.65), "imagenet": (0.6, 0.5, 0.4, 
 _GRID_COPIES = 4  # float64 values per pixel while a grid is computed
 # quality
 JPEG = {"cifar": (80, 65, 58, 50, 40), "imagenet": (25, 18, 15, 10, 7)}
+# (factor, summand) of the HSV saturation
+SATURATE = {
+    "cifar": ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),
+    "imagenet": ((0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2)),
+}
 
 
 def contrast(images: Tensor, level: float) -> Tensor:
@@ -215,3 +220,30 @@ def jpeg_compression(images: Tensor, level: int) -> Tensor:
         for job in jobs:
             job.result()
     return torch.from_numpy(pictures).to(images.device).permute(0, 3, 1, 2).to(torch.float32)
+
+
+def saturate(images: Tensor, level: tuple[float, float]) -> Tensor:
+    """Change the HSV saturation at constant hue and value; images with one channel have none and are unchanged.
+
+    Args:
+        images: Float pixels 0 to 255, `(N, C, H, W)`.
+        level: Factor and summand of the saturation, which is clipped to [0, 1].
+
+    Returns:
+        Float pixels `(N, C, H, W)`.
+    """
+    if images.shape[1] == 1:
+        return images
+    factor, add = level
+    red = torch.tensor([0, 1, 1], dtype=images.dtype, device=images.device).view(1, 3, 1, 1)
+
+    def change(rows: slice) -> Tensor:
+        part = images[:, :, rows]
+        value, low = part.amax(1, keepdim=True), part.amin(1, keepdim=True)
+        spread = value - low
+        saturation = (spread / value.clamp(min=1) * factor + add).clamp_(0, 1)
+        # Distance of each channel from the largest, relative to the smallest's; gray pixels have the hue of red.
+        distance = torch.where(spread > 0, (value - part) / spread.clamp(min=1), red)
+        return value - value * saturation * distance
+
+    return by_strips(images.shape, images.device, change)

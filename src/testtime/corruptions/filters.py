@@ -45,6 +45,14 @@ def gaussian_weights(sigma: float, radius: int) -> Array:
     return weights / weights.sum()
 
 
+def mirror_index(size: int, pad: int) -> npt.NDArray[np.int64]:
+    """Return the indices of padding that mirrors without repeating the edge, for any width, `(size + 2·pad,)`."""
+    if size == 1:
+        return np.zeros(1 + 2 * pad, np.int64)
+    index = np.arange(-pad, size + pad) % (2 * size - 2)
+    return np.minimum(index, 2 * size - 2 - index)
+
+
 def gaussian_rows(size: int, rows: slice, sigma: float, truncate: float, border: Border) -> tuple[slice, Array]:
     """Return some rows of the matrix of a Gaussian filter on a line of `size` pixels.
 

@@ -1,6 +1,6 @@
-"""The three noises: Gaussian, shot (Poisson) and impulse (salt and pepper).
+"""The three noises, Gaussian, shot (Poisson) and impulse (salt and pepper), and the extra speckle noise.
 
-They take a strength per image, so that a data set can drift smoothly from one severity to the next; the published
+The three take a strength per image, so that a data set can drift smoothly from one severity to the next; the published
 severities are the five strengths in `LEVELS`. Every random number depends only on the image's stream and the pixel.
 """
 
@@ -26,6 +26,8 @@ LEVELS: dict[str, dict[str, tuple[float, ...]]] = {
     "shot_noise": {"cifar": (500, 250, 100, 75, 50), "imagenet": (60, 25, 12, 5, 3)},
     "impulse_noise": {"cifar": (0.01, 0.02, 0.03, 0.05, 0.07), "imagenet": (0.03, 0.06, 0.09, 0.17, 0.27)},
 }
+# standard deviation, as a fraction of the pixel
+SPECKLE = {"cifar": (0.06, 0.10, 0.12, 0.16, 0.20), "imagenet": (0.15, 0.2, 0.35, 0.45, 0.6)}
 
 
 def gaussian_noise(images: Tensor, strength: Tensor, draws: Draws) -> Tensor:
@@ -86,6 +88,25 @@ def impulse_noise(images: Tensor, strength: Tensor, draws: Draws) -> Tensor:
         return images[:, :, rows].masked_fill(chance < half, 0).masked_fill_(chance >= 1 - half, 255)
 
     return by_strips(images.shape, images.device, replace)
+
+
+def speckle_noise(images: Tensor, level: float, draws: Draws) -> Tensor:
+    """Add normal noise in proportion to each value.
+
+    Args:
+        images: Float pixels in 0 to 255, `(N, C, H, W)`.
+        level: Standard deviation, as a fraction of the value.
+        draws: One stream per image, keys `(N,)`.
+
+    Returns:
+        Float pixels on the same scale, not clipped, `(N, C, H, W)`.
+    """
+
+    def add_noise(rows: slice) -> Tensor:
+        part = images[:, :, rows]
+        return part + part * draw_rows("normal", draws, images.shape[1:], rows) * level
+
+    return by_strips(images.shape, images.device, add_noise)
 
 
 NOISES: dict[str, Callable[[Tensor, Tensor, Draws], Tensor]] = {

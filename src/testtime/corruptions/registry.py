@@ -1,8 +1,8 @@
-"""The fifteen corruptions by name: `corrupt` for the published severities, `corrupt_noise` for any strength.
+"""The corruptions by name: `corrupt` for the published severities, `corrupt_noise` for any strength.
 
-They are those of CIFAR-10-C and ImageNet-C (Hendrycks & Dietterich, "Benchmarking Neural Network Robustness to Common
-Corruptions and Perturbations", 2019), reimplemented as batched tensor code. The corruption of an image depends only on
-(seed, sample index, corruption, severity).
+They are the fifteen of CIFAR-10-C and ImageNet-C (Hendrycks & Dietterich, "Benchmarking Neural Network Robustness to
+Common Corruptions and Perturbations", 2019) and their four extra ones, reimplemented as batched tensor code. The
+corruption of an image depends only on (seed, sample index, corruption, severity).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from testtime.corruptions import blur, digital, noise, weather
+from testtime.corruptions import blur, digital, noise, spatter, weather
 from testtime.corruptions.frost import frost_textures
 from testtime.randomness import Draws
 
@@ -39,6 +39,9 @@ CORRUPTIONS: tuple[str, ...] = (
 )
 """The names in the order of the published tables."""
 
+EXTRA: tuple[str, ...] = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
+"""Four more, meant for choosing settings, not for reporting."""
+
 SEVERITIES: tuple[int, ...] = (1, 2, 3, 4, 5)
 
 PIXEL_LIMIT = 64_000_000
@@ -61,6 +64,10 @@ _LEVELS: dict[str, Mapping[str, Sequence[Any]]] = {
     "elastic_transform": digital.ELASTIC,
     "pixelate": digital.PIXELATE,
     "jpeg_compression": digital.JPEG,
+    "speckle_noise": noise.SPECKLE,
+    "gaussian_blur": blur.GAUSSIAN,
+    "spatter": spatter.SPATTER,
+    "saturate": digital.SATURATE,
 }
 
 _DETERMINISTIC: dict[str, Callable[[Tensor, Any], Tensor]] = {
@@ -70,12 +77,16 @@ _DETERMINISTIC: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "contrast": digital.contrast,
     "pixelate": digital.pixelate,
     "jpeg_compression": digital.jpeg_compression,
+    "gaussian_blur": blur.gaussian_blur,
+    "saturate": digital.saturate,
 }
 _RANDOM: dict[str, Callable[[Tensor, Any, Draws], Tensor]] = {
     "glass_blur": blur.glass_blur,
     "motion_blur": blur.blur_motion,
     "snow": weather.snow,
     "fog": weather.fog,
+    "speckle_noise": noise.speckle_noise,
+    "spatter": spatter.spatter,
 }
 
 # Values processed at once: what fits the caches of a CPU, or keeps a GPU busy. Motion blur sorts images by direction
@@ -89,7 +100,7 @@ def severity_level(name: str, severity: int, scale: Literal["cifar", "imagenet"]
     """Return the published parameters of a corruption: a number, or a tuple in the order that its function documents.
 
     Args:
-        name: One of `CORRUPTIONS`.
+        name: One of `CORRUPTIONS` or `EXTRA`.
         severity: 1 to 5.
         scale: "cifar" or "imagenet", the data set of the parameters.
     """
@@ -129,7 +140,7 @@ def corrupt(
 
     Args:
         images: uint8, or float in [0, 1] (rounded to 8 bits), `(N, C, H, W)` with one channel or three, on any device.
-        name: One of `CORRUPTIONS`.
+        name: One of `CORRUPTIONS` or `EXTRA`.
         severity: 1 to 5.
         seed: Seed of the draws.
         samples: Sample indices, which the draws also depend on, integers `(N,)`; None: 0 to N - 1.
@@ -278,8 +289,8 @@ def _eight_bits(images: Tensor) -> Tensor:
 
 
 def _check_choice(name: str, severity: int) -> None:
-    if name not in CORRUPTIONS:
-        raise ValueError(f"`name` must be one of {', '.join(CORRUPTIONS)}, got {name!r}.")
+    if name not in _LEVELS:
+        raise ValueError(f"`name` must be one of {', '.join(_LEVELS)}, got {name!r}.")
     if severity not in SEVERITIES:
         raise ValueError(f"`severity` must be 1 to 5, got {severity}.")
 

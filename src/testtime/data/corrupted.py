@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from testtime.corruptions import CORRUPTIONS, SEVERITIES, corrupt
+from testtime.corruptions import CORRUPTIONS, EXTRA, SEVERITIES, corrupt
 from testtime.data.family import Family, Root
 from testtime.data.frost import read_frost
 from testtime.data.sets import DerivedSet, TestSet
@@ -20,7 +20,7 @@ Origin = Literal["auto", "official", "generated"]
 """The source of a corrupted set: published files, generated images, or ("auto") the files if they exist."""
 
 PARTS = tuple(f"{corruption}/{level}" for corruption in CORRUPTIONS for level in SEVERITIES)
-"""The parts of a corrupted set, in the order of the published tables."""
+"""The parts of a corrupted set, in the order of the published tables; those of `EXTRA` open too but are not listed."""
 
 
 class Corrupted(DerivedSet):
@@ -48,8 +48,9 @@ class Corrupted(DerivedSet):
         frost: PathLike | None = None,
         device: str = "cpu",
     ) -> None:
-        if corruption not in CORRUPTIONS:
-            raise ValueError(f"`corruption` must be one of {', '.join(CORRUPTIONS)}; got {corruption!r}.")
+        known = (*CORRUPTIONS, *EXTRA)
+        if corruption not in known:
+            raise ValueError(f"`corruption` must be one of {', '.join(known)}; got {corruption!r}.")
         if level not in range(1, 6):
             raise ValueError(f"`level` must be 1 to 5, got {level!r}.")
         self.base = base
