@@ -281,7 +281,7 @@ def test_what_a_killed_extraction_left_goes(tmp_path: Path) -> None:
 
 
 def test_sets_without_a_download_say_where_they_are(tmp_path: Path) -> None:
-    for name in ("imagenet", "imagenet-c", "vid-robust", "vid-cifar7"):
+    for name in ("imagenet", "imagenet-c", "imagenet-v2", "imagenet-r", "imagenet-a", "vid-robust", "vid-cifar7"):
         with pytest.raises(ValueError, match=rf"{name} cannot be downloaded directly\. .*https://.*{tmp_path}"):
             get(name, tmp_path)
     with pytest.raises(ValueError, match="`name` must be one of cifar10, cifar10-c"):
@@ -302,6 +302,8 @@ def test_the_official_files() -> None:
             (128 + 2000 * 3072, "sha256:29971"),
             (128 + 2000 * 4, "sha256:ae40b"),
         ],
+        "cifar100": [(168_513_733, "md5:03b5dce0")],
+        "cifar100-c": [(2_918_473_216, "md5:11f0ed0f")],
     }
     for remotes in offered.values():
         for remote in remotes:

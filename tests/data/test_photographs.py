@@ -96,14 +96,17 @@ def check_zoo(found: TestSet, place: Path, size: int, resize: int) -> None:
 
 def test_bad_pictures_are_left_out_and_named(zoo: Path) -> None:
     check_zoo(folder.load(zoo, size=16, on_bad="skip"), zoo, 16, 18)
-    check_zoo(folder.list_pictures(zoo, 16, on_bad="skip").hold("skip"), zoo, 16, 18)
+    check_zoo(folder.list_pictures(zoo, 16, on_bad="skip").load_into_memory("skip"), zoo, 16, 18)
 
 
 def test_a_bad_picture_stops_before_anything_is_read(zoo: Path) -> None:
     with pytest.raises(DataError, match="empty: holds no pictures"):
         folder.load(zoo, size=16, on_bad="fail")
     (zoo / "empty").rmdir()
-    for open_it in (lambda: folder.load(zoo, size=16, on_bad="fail"), lambda: folder.list_pictures(zoo, 16).hold()):
+    for open_it in (
+        lambda: folder.load(zoo, size=16, on_bad="fail"),
+        lambda: folder.list_pictures(zoo, 16).load_into_memory(),
+    ):
         with pytest.raises(DataError, match=r"ants/cut\.jpg: cannot be decoded"):
             open_it()
     for file in BAD:
@@ -118,7 +121,7 @@ def test_a_folder_of_nothing_but_bad_pictures(tmp_path: Path) -> None:
     (tmp_path / "ants/a.jpg").write_text("hello")
     for open_it in (
         lambda: folder.load(tmp_path, on_bad="skip"),
-        lambda: folder.list_pictures(tmp_path).hold("skip"),
+        lambda: folder.list_pictures(tmp_path).load_into_memory("skip"),
         lambda: pack(folder.list_pictures(tmp_path), tmp_path / "packed", on_bad="skip"),
     ):
         with pytest.raises(DataError, match=r"cannot be read|can be read"):
@@ -153,7 +156,7 @@ def test_packing_that_failed_goes_on_with_skip(zoo: Path, tmp_path: Path, monkey
     packed = pack(listed, tmp_path / "packed", block=4, on_bad="skip")
     assert seen == list(range(8, 16))  # the first two blocks were there
     assert len(packed) == 14
-    assert len(packed.lost) == 2
+    assert len(packed.unreadable) == 2
 
 
 # ImageNet ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from PIL import Image
 
 from testtime.data import DataError, fit_picture, read_picture
 from testtime.data.pictures import fit_pictures
-from testtime.evaluation.predict_files import fit_for
+from testtime.evaluation.predict_files import load_image
 from testtime.networks.card import Card
 
 
@@ -261,11 +261,11 @@ def test_warnings_that_are_errors_do_not_reach_threads(tmp_path: Path, rgb: np.n
 def test_a_gray_network_sees_the_same_whatever_torchs_default_is(tmp_path: Path, rgb: np.ndarray) -> None:
     path = save(tmp_path / "a.png", rgb)
     card = Card(architecture={"name": "resnet26", "channels": 1}, size=20)
-    expected = fit_for(card, path)
+    expected = load_image(card, path)
     try:
         torch.set_default_dtype(torch.bfloat16)
         torch.set_default_device("meta")
-        found = fit_for(card, path)
+        found = load_image(card, path)
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)

@@ -3,10 +3,11 @@
     test_set = testtime.data.open("cifar10-c/fog/5")
     for numbers, images, labels in test_set.chunks(256): ...
 
-`open` takes a name: `digits` is bundled; `cifar10`, `cifar10-c`, `cifar10.1`, `imagenet`, `imagenet-c`, `vid-robust`
-and `vid-cifar7` are read from their official files, `folder` from any folder of pictures; corrupted and gradually
-noisier sets are generated from these if there are no files. `TestSet` is the interface for the rest of the package. To
-add a data set, add a `Family` to `families.FAMILIES`.
+`open` takes a name: `digits` is bundled; `cifar10`, `cifar10-c`, `cifar10.1`, `cifar100`, `cifar100-c`, `imagenet`,
+`imagenet-c`, `imagenet-v2`, `imagenet-r`, `imagenet-a`, `vid-robust` and `vid-cifar7` are read from their official
+files, `folder` from any folder of pictures; corrupted and gradually noisier sets are generated from these if there are
+no files. `TestSet` is the interface for the rest of the package. To add a data set, add a `Family` to
+`families.FAMILIES`.
 """
 
 from testtime.data.corrupt_arrays import corrupt_cifar

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
-from testtime.data.sets import DataError, as_data_errors
+from testtime.data.sets import DataError, convert_file_errors
 from testtime.storage import check_file, error_text
 
 _PIECE = 1 << 18
@@ -32,7 +32,7 @@ def read_archive(path: Path, files: int, size: int) -> Iterator[tuple[str, int, 
         DataError: The archive is damaged, exceeds the limits, or holds anything but files and folders, a name that
             leads out of it, or a name twice.
     """
-    with as_data_errors():
+    with convert_file_errors():
         check_file(path)
     try:
         with open(path, "rb") as raw, _plain(raw) as plain:

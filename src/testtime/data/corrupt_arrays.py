@@ -15,7 +15,7 @@ from testtime.corruptions.registry import CORRUPTIONS, SEVERITIES, corrupt_chunk
 from testtime.data.corrupt_files import frost_setting, hold_target
 from testtime.data.frost import read_frost
 from testtime.progress import Progress
-from testtime.storage import PathLike, whole_file
+from testtime.storage import PathLike, atomic_file
 
 
 def corrupt_cifar(
@@ -72,7 +72,7 @@ def corrupt_cifar(
         if progress is not None:
             progress(done, total, "")
         for name in missing:
-            with whole_file(target / f"{name}.npy") as temporary, open(temporary, "wb") as file:
+            with atomic_file(target / f"{name}.npy") as temporary, open(temporary, "wb") as file:
                 # Not memory-mapped: there, a full disk would kill the process.
                 np.lib.format.write_array_header_1_0(file, head)
                 for severity in SEVERITIES:
@@ -94,5 +94,5 @@ def _checksum(images: Tensor) -> int:
 def _write_labels(labels: Tensor, path: Path) -> None:
     """Write the labels, repeated for each severity."""
     kind = np.uint8 if not len(labels) or int(labels.max()) < 256 else np.int64
-    with whole_file(path) as temporary, open(temporary, "wb") as file:
+    with atomic_file(path) as temporary, open(temporary, "wb") as file:
         np.save(file, np.tile(labels.cpu().numpy().astype(kind), len(SEVERITIES)), allow_pickle=False)

@@ -20,12 +20,12 @@ from testtime.provenance import find_differences
 from testtime.storage import (
     FileError,
     PathLike,
+    atomic_file,
     clear_parts,
     error_text,
     hold_folder,
     read_json,
-    whole_file,
-    write_whole,
+    write_atomic,
 )
 
 _SETTINGS = "corruption.json"
@@ -78,7 +78,7 @@ def save_picture(picture: Image.Image, path: PathLike, quality: int = 95) -> Non
     if kind is None or target.suffix.lower() not in WRITABLE:
         raise FileError(target, "not the name of a picture", f"use one of the suffixes {', '.join(WRITABLE)}")
     try:
-        with whole_file(target) as temporary:
+        with atomic_file(target) as temporary:
             picture.save(temporary, kind, quality=quality)
     except (OSError, ValueError) as error:  # ValueError: too large for the format
         raise FileError(target, f"cannot be written ({error_text(error)})") from None
@@ -101,7 +101,7 @@ def corrupt_file(
     Args:
         source: Input file.
         target: Output file; its suffix determines the format. An existing file is replaced.
-        name: One of `CORRUPTIONS`.
+        name: One of `CORRUPTIONS` or `EXTRA`.
         severity: 1 to 5.
         seed: Seed of the draws.
         number: Sample index, which the draws also depend on.
@@ -184,4 +184,4 @@ def _agree(target: Path, settings: dict[str, object]) -> None:
         return
     if any(not entry.name.endswith(".part") for entry in target.iterdir()):
         raise FileError(target, f"not empty, and has no {_SETTINGS} of an earlier run", "choose another folder")
-    write_whole(note, json.dumps(settings, indent=2) + "\n")
+    write_atomic(note, json.dumps(settings, indent=2) + "\n")

@@ -85,7 +85,7 @@ def corrupt_folder(
     Args:
         source: Input folder.
         target: Output folder, neither inside the source nor containing it.
-        name: One of `CORRUPTIONS`.
+        name: One of `CORRUPTIONS` or `EXTRA`.
         severity: 1 to 5.
         seed: Seed of the draws, which also depend on the picture's position in the order of paths.
         scale: Parameters of "cifar" or "imagenet", or "auto" by each picture's size.
@@ -119,7 +119,7 @@ def corrupt_path(
     Args:
         source: Input picture or folder.
         target: Output picture or folder.
-        name: One of `CORRUPTIONS`.
+        name: One of `CORRUPTIONS` or `EXTRA`.
         severity: 1 to 5.
         progress: Called with the number of pictures done and their total.
         **options: `seed`, `scale`, `frost` and `device` of `corrupt_folder`.

@@ -21,13 +21,13 @@ from testtime.data.archives import read_archive
 from testtime.data.families import FAMILIES
 from testtime.data.family import Remote, Root
 from testtime.data.paths import data_root
-from testtime.data.sets import DataError, as_data_errors
+from testtime.data.sets import DataError, convert_file_errors
 from testtime.progress import Progress
 from testtime.storage import error_text, hold_folder
 
 log = logging.getLogger(__name__)
 
-# Limits of an archive; CIFAR-10-C, the largest, has 20 files and 3 GB.
+# Limits of an archive; CIFAR-100-C, the largest, has 20 files and 3 GB.
 _MOST_FILES, _MOST_BYTES = 1_000, 8 << 30
 
 
@@ -52,7 +52,7 @@ def get(name: str, root: Root = None, progress: Progress | None = None) -> Path:
     """Download a data set into the data root; existing files are not replaced.
 
     Args:
-        name: `cifar10`, `cifar10-c` or `cifar10.1`.
+        name: `cifar10`, `cifar10-c`, `cifar10.1`, `cifar100` or `cifar100-c`.
         root: The data root; see `paths.data_root`.
         progress: Called with the number of bytes received and their total.
 
@@ -66,7 +66,7 @@ def get(name: str, root: Root = None, progress: Progress | None = None) -> Path:
     wanted = remotes(name, root)
     root = data_root(root)
     try:
-        with as_data_errors(), hold_folder(root):
+        with convert_file_errors(), hold_folder(root):
             for remote in wanted:
                 target = root / remote.folder
                 file = remote.url.rsplit("/", 1)[-1]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from testtime.data import cifar, digits, folder, imagenet, vid
+from testtime.data import cifar, cifar100, digits, folder, imagenet, imagenet_variants, vid
 from testtime.data.corrupted import make_corrupted
 from testtime.data.family import Family, Root, collect_faults
 from testtime.data.gradual import make_gradual
@@ -36,9 +36,14 @@ FAMILIES: dict[str, Family] = {
         cifar.CIFAR10_C,
         make_gradual(cifar.CIFAR10, "CIFAR-10's test set"),
         cifar.CIFAR10_1,
+        cifar100.CIFAR100,
+        cifar100.CIFAR100_C,
         imagenet.IMAGENET,
         imagenet.IMAGENET_C,
         make_gradual(imagenet.IMAGENET, "ImageNet's validation set"),
+        imagenet_variants.IMAGENET_V2,
+        imagenet_variants.IMAGENET_R,
+        imagenet_variants.IMAGENET_A,
         vid.VID_ROBUST,
         vid.VID_CIFAR7,
         folder.FOLDER,
@@ -82,7 +87,7 @@ def open(name: str, root: Root = None, split: Literal["train", "test"] = "test",
             `folder`.
         root: The data root (for `folder`: the folder itself); None: the environment variable `TESTTIME_DATA`, else the
             user's cache folder.
-        split: `train` is available for `digits`, `cifar10` and `imagenet`.
+        split: `train` is available for `digits`, `cifar10`, `cifar100` and `imagenet`.
         **options: Options of the set, for example `size` for pictures or `seed` for generated sets.
 
     Returns:

@@ -58,6 +58,8 @@ class Family:
         pictures: Whether it is read from picture files: `open` takes `on_bad` and `progress`.
         has_train: Whether it has a training split.
         packs: Whether it can be packed: `open` takes `packed`.
+        is_subset: Whether it has a subset of a network's classes: `open` takes `classes`, the names of the network's
+            classes in the order of its outputs.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Family:
     pictures: bool = False
     has_train: bool = False
     packs: bool = False
+    is_subset: bool = False
 
     @property
     def is_bundled(self) -> bool:

@@ -170,7 +170,7 @@ class PictureSet(TestSet):
         part._fingerprint = None
         return part
 
-    def hold(self, on_bad: OnBad = "fail", progress: Progress | None = None) -> TestSet:
+    def load_into_memory(self, on_bad: OnBad = "fail", progress: Progress | None = None) -> TestSet:
         """Decode the whole set into memory.
 
         Args:

@@ -211,11 +211,17 @@ def _open_c(part: str, root: Root, split: str = "test", **options: Any) -> TestS
     return load_c(*split_part("imagenet-c", part), root, **options)
 
 
-def _find_fault(root: Root, path: Path) -> str | None:
-    found = load(root, "val")
-    if (len(found.classes), len(found)) == (1000, 50_000):
+def find_missing(pictures: TestSet, name: str, count: int, classes: int) -> str | None:
+    """Return a fault if a set has other numbers of pictures and classes than the full one, or None."""
+    assert pictures.labels is not None
+    found = len(pictures.labels.unique())
+    if (len(pictures), found) == (count, classes):
         return None
-    return f"val has {len(found):,} pictures of {len(found.classes):,} classes; the full set has 50,000 of 1,000"
+    return f"{name} has {len(pictures):,} pictures of {found:,} classes; the full set has {count:,} of {classes:,}"
+
+
+def _find_fault(root: Root, path: Path) -> str | None:
+    return find_missing(load(root, "val"), "val", 50_000, 1000)
 
 
 def _find_fault_c(root: Root, path: Path) -> str | None:

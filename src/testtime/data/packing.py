@@ -28,7 +28,7 @@ from testtime.data.folder import PictureSet
 from testtime.data.paths import read_json, within
 from testtime.data.sets import ArraySet, DataError, OnBad, TestSet, check_on_bad, leave_out
 from testtime.progress import Progress, read_ahead
-from testtime.storage import check_file, error_text, parse_json, write_whole
+from testtime.storage import check_file, error_text, parse_json, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class PackedSet(ArraySet):
         images: uint8 `(N, C, H, W)`, including the unreadable ones.
 
     Attributes:
-        lost: One line per picture that was unreadable when the set was packed.
+        unreadable: One line per picture that was unreadable when the set was packed.
     """
 
     def __init__(self, folder: Path, index: dict[str, Any], images: np.ndarray) -> None:
@@ -58,8 +58,8 @@ class PackedSet(ArraySet):
         super().__init__(index["name"], [images], labels, index["classes"], f"{index['origin']}, packed")
         self.folder = folder
         self._fingerprint = leave_out(index["fingerprint"], list(bad))
-        self.lost = tuple(line for _, line in index["skipped"])
-        self._skipped = (*index["notes"], *self.lost)
+        self.unreadable = tuple(line for _, line in index["skipped"])
+        self._skipped = (*index["notes"], *self.unreadable)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -134,8 +134,10 @@ def pack(
             except OSError as error:
                 raise DataError(folder, f"cannot be written ({error_text(error)})") from None
     packed = open_packed(folder)
-    if packed.lost and (on_bad == "fail" or not len(packed)):
-        raise DataError(folder, f"was packed without {len(packed.lost)} files that cannot be read; {packed.lost[0]}")
+    if packed.unreadable and (on_bad == "fail" or not len(packed)):
+        raise DataError(
+            folder, f"was packed without {len(packed.unreadable)} files that cannot be read; {packed.unreadable[0]}"
+        )
     return packed
 
 
@@ -203,7 +205,7 @@ def _write(source: TestSet, folder: Path, header: dict[str, Any], progress: Prog
     if lines:
         log.info("%s: resuming after %d images", folder, start)
     heading = [json.dumps(header), *(json.dumps(line) for line in lines)]
-    write_whole(journal, "".join(f"{line}\n" for line in heading))
+    write_atomic(journal, "".join(f"{line}\n" for line in heading))
     # Images are written before their line in the journal.
     with open(data, "r+b" if lines else "wb") as images, open(journal, "a") as notes:
         images.seek(start * size)
@@ -231,7 +233,7 @@ def _write(source: TestSet, folder: Path, header: dict[str, Any], progress: Prog
     }
     (folder / "index.json").unlink(missing_ok=True)  # so that an old index never describes new images
     os.replace(data, folder / "images.u8")
-    write_whole(folder / "index.json", json.dumps(index))
+    write_atomic(folder / "index.json", json.dumps(index))
     journal.unlink()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from testtime import storage
-from testtime.data.sets import DataError, as_data_errors
+from testtime.data.sets import DataError, convert_file_errors
 from testtime.storage import check_file, error_text
 
 
@@ -55,7 +55,7 @@ def regular(path: Path, tree: Path) -> Path:
     Raises:
         DataError: It is missing, empty, outside the tree, or not a regular file.
     """
-    with as_data_errors():
+    with convert_file_errors():
         check_file(within(path, tree))
     return path
 
@@ -66,5 +66,5 @@ def read_json(path: Path, tree: Path) -> Any:
     Raises:
         DataError: It is missing, outside the tree, or not valid JSON.
     """
-    with as_data_errors():
+    with convert_file_errors():
         return storage.read_json(within(path, tree))

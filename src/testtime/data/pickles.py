@@ -1,9 +1,9 @@
-"""Read the python version of CIFAR-10 without `pickle`.
+"""Read the python version of CIFAR-10 and CIFAR-100 without `pickle`.
 
-A pickle is a program for a stack machine, and Python's implementation can be made to call any function. The batches of
-`cifar-10-batches-py` need only a few instructions: for dictionaries, lists, strings, small integers, and the two calls
-with which numpy describes an array of bytes. This reader implements just those. It never imports, calls or constructs
-anything that a file names; names are compared with the few expected ones, and all others are rejected.
+A pickle is a program for a stack machine, and Python's implementation can be made to call any function. CIFAR's batches
+need only a few instructions: for dictionaries, lists, strings, small integers, and the two calls with which numpy
+describes an array of bytes. This reader implements just those. It never imports, calls or constructs anything that a
+file names; names are compared with the few expected ones, and all others are rejected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from testtime.data.sets import DataError
 
-# An official batch has 10,000 labels and 10,000 memoised file names: tens of thousands of steps.
+# The largest, CIFAR-100's train, has 100,000 labels and 50,000 memoised file names: 200,000 steps.
 _MOST_STEPS, _MOST_ITEMS, _DEEPEST = 1 << 18, 1 << 16, 4
 
 
@@ -43,7 +43,7 @@ class _Refused(Exception):
 
 
 def read_batch(buffer: np.ndarray, path: Path) -> dict[bytes, Any]:
-    """Parse the dictionary of a CIFAR-10 batch.
+    """Parse the dictionary of a CIFAR batch.
 
     Args:
         buffer: The file's bytes, uint8 `(length,)`.
@@ -53,12 +53,12 @@ def read_batch(buffer: np.ndarray, path: Path) -> dict[bytes, Any]:
         Its content; strings are bytes, and the array is a view into the buffer.
 
     Raises:
-        DataError: The file is truncated, or has an instruction or a name that no CIFAR-10 batch needs.
+        DataError: The file is truncated, or has an instruction or a name that no CIFAR batch needs.
     """
     try:
         found = _Machine(buffer.data).run()
     except _Refused as error:
-        raise DataError(path, f"refused: {error}; no CIFAR-10 batch needs that") from None
+        raise DataError(path, f"refused: {error}; no CIFAR batch needs that") from None
     except (struct.error, LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise DataError(path, f"cut short or damaged ({type(error).__name__}: {error})") from None
     if not isinstance(found, dict):

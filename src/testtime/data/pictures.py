@@ -28,7 +28,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from testtime.corruptions.registry import PIXEL_LIMIT
-from testtime.data.sets import DataError, as_data_errors
+from testtime.data.sets import DataError, convert_file_errors
 from testtime.storage import check_file, error_text
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
@@ -195,7 +195,7 @@ def _opened(source: PictureFile, limit: int) -> Iterator[Image.Image]:
     name = _name(source)
     _ignore_warnings()
     try:
-        with as_data_errors(), _binary(source) as file, Image.open(file, formats=_FORMATS) as image:
+        with convert_file_errors(), _binary(source) as file, Image.open(file, formats=_FORMATS) as image:
             if image.width * image.height > limit:
                 raise DataError(name, f"{image.width}×{image.height} pixels are above the limit of {limit:,}")
             if image.width * image.height == 0:

@@ -32,7 +32,7 @@ class DataError(FileError):
 
 
 @contextlib.contextmanager
-def as_data_errors() -> Iterator[None]:
+def convert_file_errors() -> Iterator[None]:
     """Convert a `FileError` to a `DataError`."""
     try:
         yield
