@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from testtime.storage import FolderError, hold_folder, whole_file, write_whole
+from testtime.storage import FolderError, atomic_file, hold_folder, write_atomic
 
 
 def test_a_file_appears_with_its_content_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "folder" / "file.txt"
-    write_whole(path, "grüße")
+    write_atomic(path, "grüße")
     assert path.read_bytes() == "grüße".encode()
-    write_whole(str(path), b"\x00\xff")
+    write_atomic(str(path), b"\x00\xff")
     assert path.read_bytes() == b"\x00\xff"
     assert [entry.name for entry in path.parent.iterdir()] == ["file.txt"]
 
 
 def test_others_may_read_the_file(tmp_path: Path) -> None:
-    write_whole(tmp_path / "file", "text")
+    write_atomic(tmp_path / "file", "text")
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o644
 
 
@@ -36,7 +36,7 @@ def test_a_failure_half_way_leaves_what_was_there(tmp_path: Path, existed: bool,
         path.write_text("old")
 
     def write() -> None:
-        with whole_file(path) as temporary:
+        with atomic_file(path) as temporary:
             temporary.write_text("ne")
             raise error("no space left")
 
@@ -54,7 +54,7 @@ def test_a_failing_replacement_leaves_nothing_behind(tmp_path: Path, monkeypatch
     (tmp_path / "file").write_text("old")
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(PermissionError, match="refused"):
-        write_whole(tmp_path / "file", "new")
+        write_atomic(tmp_path / "file", "new")
     assert (tmp_path / "file").read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -62,13 +62,13 @@ def test_a_failing_replacement_leaves_nothing_behind(tmp_path: Path, monkeypatch
 def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
     path = tmp_path / "file"
     contents = {b"a" * 100_000, b"b" * 70_000}
-    write_whole(path, b"a" * 100_000)
+    write_atomic(path, b"a" * 100_000)
     done = threading.Event()
 
     def write() -> None:
         for _ in range(20):
             for content in contents:
-                write_whole(path, content)
+                write_atomic(path, content)
         done.set()
 
     writer = threading.Thread(target=write)
@@ -83,11 +83,11 @@ def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path) -> None:
     def fill() -> None:
-        with whole_file(tmp_path / "table.md"):
+        with atomic_file(tmp_path / "table.md"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def fill_with_tensors() -> None:
-        with whole_file(tmp_path / "network.safetensors"):
+        with atomic_file(tmp_path / "network.safetensors"):
             raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     with pytest.raises(OSError, match=r"No space left on device: '.*table\.md'") as caught:

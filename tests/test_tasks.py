@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pictures import pictures
+
 pytest.importorskip("hypothesis")
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,11 +19,6 @@ from testtime import tasks
 from testtime.augment import Augment, CropFlip, ResizedCropFlip
 from testtime.randomness import Draws
 from testtime.tasks import Rotation
-
-
-def pictures(count: int, height: int, width: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    pixels = Draws.of(9, torch.arange(count)).integers(256, 3, height, width)
-    return pixels.to(torch.uint8) if dtype == torch.uint8 else pixels.to(dtype) / 255
 
 
 def turn_by_hand(image: Tensor, turns: int) -> np.ndarray:
@@ -39,7 +36,7 @@ SIZES = [(8, 8), (7, 7), (6, 10), (11, 4), (5, 8), (1, 3)]
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize(("height", "width"), SIZES)
 def test_random_turns_are_exact_quarter_turns(height: int, width: int, dtype: torch.dtype) -> None:
-    images = pictures(40, height, width, dtype)
+    images = pictures(40, 3, height, width, seed=9, dtype=dtype)
     views, targets = Rotation().views(images, Draws.of(0, torch.arange(40)))
     assert views.dtype == dtype
     assert set(targets.tolist()) == {0, 1, 2, 3}
@@ -49,7 +46,7 @@ def test_random_turns_are_exact_quarter_turns(height: int, width: int, dtype: to
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
 def test_all_turns_are_grouped_by_image_upright_first(height: int, width: int) -> None:
-    images = pictures(5, height, width)
+    images = pictures(5, 3, height, width, seed=9, dtype=torch.uint8)
     views, targets = Rotation("all").views(images, Draws.of(0, torch.arange(5)))
     assert targets.tolist() == [0, 1, 2, 3] * 5
     for place, view in enumerate(views):
@@ -58,7 +55,7 @@ def test_all_turns_are_grouped_by_image_upright_first(height: int, width: int) -
 
 @pytest.mark.parametrize("each", ["random", "all"])
 def test_the_probe_is_all_four_turns_without_chance(each: str) -> None:
-    images = pictures(3, 6, 9)
+    images = pictures(3, 3, 6, 9, seed=9, dtype=torch.uint8)
     views, targets = Rotation(each).probe(images)  # type: ignore[arg-type]
     expected, _ = Rotation("all").views(images, Draws.of(1, torch.arange(3)))
     assert torch.equal(views, expected)
@@ -67,7 +64,7 @@ def test_the_probe_is_all_four_turns_without_chance(each: str) -> None:
 
 
 def test_a_turn_depends_on_its_own_key_alone() -> None:
-    images = pictures(20, 6, 6)
+    images = pictures(20, 3, 6, 6, seed=9, dtype=torch.uint8)
     views, targets = Rotation().views(images, Draws.of(3, torch.arange(20)))
     order = torch.arange(19, -1, -1)
     again, turned = Rotation().views(images[order], Draws.of(3, order))
@@ -83,7 +80,7 @@ def test_turns_are_equally_likely() -> None:
 
 
 def test_images_are_not_changed() -> None:
-    images = pictures(4, 6, 8)
+    images = pictures(4, 3, 6, 8, seed=9, dtype=torch.uint8)
     before = images.clone()
     for each in ("random", "all"):
         Rotation(each).views(images, Draws.of(0, torch.arange(4)))  # type: ignore[arg-type]
@@ -129,7 +126,7 @@ def test_views_are_counted() -> None:
 @pytest.mark.parametrize("augment", [CropFlip(2), ResizedCropFlip(5)])
 @pytest.mark.parametrize("each", ["random", "all"])
 def test_views_to_learn_from_are_those_of_every_copy(augment: Augment, each: Any) -> None:
-    images, draws, task = pictures(3, 6, 6), Draws.of(0, torch.arange(3)), Rotation(each)
+    images, draws, task = pictures(3, 3, 6, 6, seed=9, dtype=torch.uint8), Draws.of(0, torch.arange(3)), Rotation(each)
     views, targets = tasks.make_views(images, draws, 4, augment, task)
     keys = draws.copies(4)
     for number in range(3):

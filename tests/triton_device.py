@@ -10,7 +10,7 @@ from torch import Tensor
 
 from testtime.randomness import Draws
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="needs a CUDA device, or Triton as make test-extras installs it")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -13,7 +13,7 @@ from testtime.evaluation import Run, open_runs
 from testtime.report.canvas import Drawing
 from testtime.report.correlation import Joined, join
 from testtime.report.results import Results, collect
-from testtime.storage import printable, write_whole
+from testtime.storage import printable, write_atomic
 
 from . import errors, figures, imagenet, speed, streams, trainings, variants
 from .documents import fill
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
             print(f"{page}: not current; run python docs/generate", file=sys.stderr)
         return int(bool(stale))
     for page in stale:
-        write_whole(root / page, wanted[page])
+        write_atomic(root / page, wanted[page])
     for path, drawing in make_figures().items():
-        write_whole(root / path, drawing.svg(inline=False))
+        write_atomic(root / path, drawing.svg(inline=False))
     return 0

@@ -27,7 +27,7 @@ def format_harm(results: Results) -> str:
     for (each, column), name in zip(harmed, names, strict=True):
         base, cell = each.rows["fixed"][column], each.rows["online"][column]
         gap, interval = compare(results, "online", "fixed", [name])
-        errors = [f"{base.error:.2f}", f"{cell.error:.2f}", f"{points(gap)}{cell.mark}", ends(interval)]
+        errors = [f"{base.error:.2f}", f"{cell.error:.2f}", f"{points(gap)}{cell.significance}", ends(interval)]
         rows.append([title_of(each, column), *errors, difference(_paper_gap(each, column), 0)])
     gap, interval = compare(results, "online", "fixed", names)
     rows.append(["mean of these", "", "", points(gap), ends(interval), ""])

@@ -79,7 +79,7 @@ def check_table(value: Any) -> None:
         ValueError: It is not.
     """
     if not is_table(value):
-        raise ValueError(f"it must be a table, got {show(value)}.")
+        raise ValueError(f"it must be a table, got {format_value(value)}.")
     if not is_shallow(value):
         raise ValueError("it is nested too deeply.")
 
@@ -100,7 +100,7 @@ def check_entries(table: Mapping[str, Any], kinds: Mapping[str, Kind], required:
             raise ValueError(f"`{name}` is missing.")
     for name, (what, fits) in kinds.items():
         if name in table and not fits(table[name]):
-            raise ValueError(f"`{name}` must be {what}, got {show(table[name])}.")
+            raise ValueError(f"`{name}` must be {what}, got {format_value(table[name])}.")
 
 
 def check_format(path: PathLike, found: Any, known: int) -> None:
@@ -110,7 +110,7 @@ def check_format(path: PathLike, found: Any, known: int) -> None:
         FileError: It is missing or not `known`.
     """
     if not is_integer(found) or found != known:
-        fault = "has no format" if found is None else f"has format {show(found)}"
+        fault = "has no format" if found is None else f"has format {format_value(found)}"
         fault += f", this version of testtime reads format {known}"
         raise FileError(path, fault, "use the version that wrote it")
 
@@ -129,7 +129,7 @@ def check_name(what: str, name: Any, longest: int = LONGEST) -> None:
     if not is_file_name(name) or len(name) > longest or name[0] == "." or "\\" in name:
         raise ValueError(
             f"{what} must be usable as a file name: at most {longest} printable characters, no slashes, no leading "
-            f"dot, got {show(name)}."
+            f"dot, got {format_value(name)}."
         )
 
 
@@ -154,7 +154,7 @@ def fold_name(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold()
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return the `repr` of a value, shortened for a message."""
     try:
         return _repr.repr(value)

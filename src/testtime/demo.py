@@ -228,7 +228,7 @@ def run(
     found = replace(found, about=found.about | {"remarks": _describe(net, facts), "demo": facts})
     with bars("report") as report:
         formats = ("md", "latex", "csv", "html")
-        results = publish([found], out, formats=formats, sets=sets, words=WORDS, command=command, progress=report)
+        results = publish([found], out, formats=formats, sets=sets, sections=WORDS, command=command, progress=report)
     seconds = time.perf_counter() - begin
     write_summary(out / "summary.json", [replace(found, about=found.about | {"demo": facts | {"seconds": seconds}})])
     return results, seconds

@@ -130,14 +130,14 @@ def read_json(path: PathLike, limit: int = 1 << 30) -> Any:
 
 
 def clear_parts(folder: PathLike) -> None:
-    """Remove the temporary files that killed processes left behind in `whole_file`, recursively."""
+    """Remove the temporary files that killed processes left behind in `atomic_file`, recursively."""
     for part in Path(folder).rglob(".*.part"):
         if not part.is_dir():
             part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def whole_file(path: PathLike) -> Iterator[Path]:
+def atomic_file(path: PathLike) -> Iterator[Path]:
     """Yield a temporary path in the same folder; on success it replaces `path`, on failure it is removed.
 
     A reader sees the old file or the new one, never a partial one, even if the process is killed or the disk is full.
@@ -166,9 +166,9 @@ def whole_file(path: PathLike) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_whole(path: PathLike, content: str | bytes) -> None:
+def write_atomic(path: PathLike, content: str | bytes) -> None:
     """Write text or bytes to `path` atomically."""
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 

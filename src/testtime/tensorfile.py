@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from testtime.storage import FileError, PathLike, check_file, error_text, parse_json, whole_file
+from testtime.storage import FileError, PathLike, atomic_file, check_file, error_text, parse_json
 
 _CHECKSUM = "sha256"
 
@@ -37,7 +37,7 @@ def write_tensors(path: PathLike, tensors: Mapping[str, Tensor], key: str, about
     # Clones, because safetensors refuses tensors that share memory.
     copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     sealed = plain | {_CHECKSUM: hash_tensors(_canonical(plain), copies)}
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         save_file(copies, temporary, metadata={key: json.dumps(sealed)})
 
 

@@ -19,8 +19,8 @@ from testtime.data import DataError
 from testtime.evaluation.predict_files import (
     Answer,
     default_network,
-    fit_for,
     format_answer,
+    load_image,
     predict,
     prepare_adapter,
 )
@@ -60,7 +60,7 @@ def test_predict_prints_the_adapters_answers(run: Run, network: Path, pictures: 
     adapter = kind(net, steps=2, lr=0.01, copies=8, seed=3)
     for number, answer in enumerate(document["answers"]):
         file = pictures / f"{number}.png"
-        expected = adapter.predict(fit_for(net.card, file)[None])
+        expected = adapter.predict(load_image(net.card, file)[None])
         before, after = expected.logits_before.softmax(1)[0], expected.logits.softmax(1)[0]
         assert answer["image"] == str(file)
         assert answer["before"] == str(int(before.argmax()))
@@ -78,7 +78,7 @@ def test_predict_with_a_method_learns_online(run: Run, network: Path, pictures: 
     code, out, err = run("predict", pictures, "-c", network, *options)
     assert code == 0, err
     net = load(network)
-    shown = torch.stack([fit_for(net.card, pictures / f"{number}.png") for number in range(3)])
+    shown = torch.stack([load_image(net.card, pictures / f"{number}.png") for number in range(3)])
     expected = Online(net, method=method, copies=8).predict(shown).logits.softmax(1).amax(1)
     found = [answer["after_probability"] for answer in json.loads(out)["answers"]]
     assert found == pytest.approx(expected.tolist(), rel=1e-6)
@@ -137,9 +137,9 @@ def test_a_picture_is_cropped_to_its_central_square_and_converted_to_gray(tmp_pa
     wide = Image.new("RGB", (48, 16), "red")
     wide.paste((0, 255, 0), (16, 0, 32, 16))  # the central square is green
     wide.save(tmp_path / "wide.png")
-    colour = fit_for(resnet26(2, depth=8, size=16).card, tmp_path / "wide.png")
+    colour = load_image(resnet26(2, depth=8, size=16).card, tmp_path / "wide.png")
     assert torch.equal(colour, torch.tensor([0, 255, 0], dtype=torch.uint8).view(3, 1, 1).expand(3, 16, 16))
-    gray = fit_for(resnet26(2, depth=8, size=16, channels=1).card, tmp_path / "wide.png")
+    gray = load_image(resnet26(2, depth=8, size=16, channels=1).card, tmp_path / "wide.png")
     assert torch.equal(gray, torch.full((1, 16, 16), 150, dtype=torch.uint8))  # 0.587 · 255
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import models
 import testtime as tt
+from pictures import pictures
 from report_runs import make_columns, make_run
 from testtime.cli import run as run_command
 from testtime.data.sets import TensorSet
@@ -30,10 +31,6 @@ from testtime.storage import FileError
 
 TASK = tt.Rotation("all")
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}  # losses are taken in float32, whatever the network computes in
-
-
-def pictures(count: int, channels: int = 3, size: int = 16, seed: int = 0) -> Tensor:
-    return tt.Draws.of(seed, torch.arange(count)).integers(256, channels, size, size).to(torch.uint8)
 
 
 def some_labels(count: int, classes: int = 10) -> Tensor:
@@ -106,7 +103,10 @@ KINDS = ("group", "batch", "resnet18", "sequential", "residual", "groups", "tran
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_single_images_are_those_of_a_loop(kind: str) -> None:
     net = make_net(kind)
-    images, labels = pictures(3, size=32 if kind == "resnet18" else 16), some_labels(3)
+    images, labels = (
+        pictures(3, 3, 32 if kind == "resnet18" else 16, 32 if kind == "resnet18" else 16, dtype=torch.uint8),
+        some_labels(3),
+    )
     meter = ImageGradients(net, TASK)
     found = meter.products(images, torch.stack([labels, (labels + 1) % 10]))
     for number in range(3):
@@ -119,7 +119,7 @@ def test_gradients_of_single_images_are_those_of_a_loop(kind: str) -> None:
 
 def test_an_images_gradients_do_not_depend_on_its_chunk() -> None:
     meter = ImageGradients(make_net("group"), TASK)
-    images, labels = pictures(7), some_labels(7)[None]
+    images, labels = pictures(7, 3, 16, 16, dtype=torch.uint8), some_labels(7)[None]
     whole = meter.products(images, labels)
     for size in (1, 2, 3):
         parts = zip(images.split(size), labels.split(size, dim=1), strict=True)
@@ -131,7 +131,7 @@ def test_an_images_gradients_do_not_depend_on_its_chunk() -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_share_the_images(threads: int) -> None:
     """In single precision, where convolutions are compiled, against the loop in double precision."""
-    net, images, labels = tt.resnet26(depth=8, size=16), pictures(5), some_labels(5)
+    net, images, labels = tt.resnet26(depth=8, size=16), pictures(5, 3, 16, 16, dtype=torch.uint8), some_labels(5)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -156,7 +156,7 @@ def test_a_chunk_of_a_large_network_is_small() -> None:
 
 def test_images_that_are_not_square_are_measured_as_the_task_sees_them() -> None:
     net = make_net("group")
-    images, labels = pictures(2, size=20)[..., :16], some_labels(2)  # (2, 3, 20, 16)
+    images, labels = pictures(2, 3, 20, 20, dtype=torch.uint8)[..., :16], some_labels(2)  # (2, 3, 20, 16)
     found = ImageGradients(net, TASK).products(images, labels[None])
     net.requires_grad_(True)
     parameters = list(net.encoder.parameters())
@@ -171,7 +171,7 @@ def test_images_that_are_not_square_are_measured_as_the_task_sees_them() -> None
 
 @pytest.mark.parametrize("kind", ["group", "batch", "transformer"])
 def test_the_batch_form_is_the_authors(kind: str) -> None:
-    net, images, labels = make_net(kind), pictures(7), some_labels(7)
+    net, images, labels = make_net(kind), pictures(7, 3, 16, 16, dtype=torch.uint8), some_labels(7)
     test_set = TensorSet("made", images, labels, [str(k) for k in range(10)])
     found = gradient_correlation(net, None, test_set, batch=3, single=0)  # batches of 3, 3 and 1
     inners, cosines, by_layer = [], [], []
@@ -193,7 +193,7 @@ def test_the_batch_form_is_the_authors(kind: str) -> None:
 
 def test_single_images_are_batches_of_one() -> None:
     net = make_net("group")
-    test_set = TensorSet("made", pictures(6), some_labels(6), [str(k) for k in range(10)])
+    test_set = TensorSet("made", pictures(6, 3, 16, 16, dtype=torch.uint8), some_labels(6), [str(k) for k in range(10)])
     one_by_one = gradient_correlation(net, TASK, test_set, batch=1, single=6)
     assert one_by_one.batch is not None
     assert one_by_one.single is not None
@@ -203,7 +203,7 @@ def test_single_images_are_batches_of_one() -> None:
 
 
 def test_stand_ins_are_the_confident_predictions() -> None:
-    net, images = make_net("group"), pictures(9)
+    net, images = make_net("group"), pictures(9, 3, 16, 16, dtype=torch.uint8)
     with torch.no_grad():
         top, guesses = net(images).softmax(1).max(1)
     classes = [str(k) for k in range(10)]
@@ -244,7 +244,7 @@ def test_stand_ins_are_the_confident_predictions() -> None:
 
 @pytest.mark.parametrize("kind", ["group", "batch"])
 def test_balance_is_how_even_the_predictions_of_a_batch_are(kind: str) -> None:
-    net, images = make_net(kind), pictures(9)
+    net, images = make_net(kind), pictures(9, 3, 16, 16, dtype=torch.uint8)
     found = gradient_correlation(net, None, TensorSet("made", images), batch=5, single=0)
     truth = copy.deepcopy(net).requires_grad_(True)
     parameters, inners = list(truth.encoder.parameters()), []
@@ -261,7 +261,7 @@ def test_balance_is_how_even_the_predictions_of_a_batch_are(kind: str) -> None:
 
 
 def test_what_else_is_noted() -> None:
-    net, images, labels = make_net("group"), pictures(10), some_labels(10)
+    net, images, labels = make_net("group"), pictures(10, 3, 16, 16, dtype=torch.uint8), some_labels(10)
     test_set = TensorSet("made", images, labels, [str(k) for k in range(10)])
     found = gradient_correlation(net, None, test_set, batch=4, single=0)
     with torch.no_grad():
@@ -312,11 +312,13 @@ def test_bad_arguments_are_named(options: dict[str, object], message: str) -> No
 def test_sets_that_do_not_fit_are_refused() -> None:
     net = tt.load("digits-resnet8-gn-joint")
     with pytest.raises(ValueError, match="has 3 channels, the network takes 1"):
-        gradient_correlation(net, None, TensorSet("colour", pictures(2)))
+        gradient_correlation(net, None, TensorSet("colour", pictures(2, 3, 16, 16, dtype=torch.uint8)))
     with pytest.raises(ValueError, match="has label 11, the network has 10 classes"):
-        gradient_correlation(net, None, TensorSet("more", pictures(1, 1), torch.tensor([11])))
+        gradient_correlation(
+            net, None, TensorSet("more", pictures(1, 1, 16, 16, dtype=torch.uint8), torch.tensor([11]))
+        )
     with pytest.raises(ValueError, match="has no images"):
-        gradient_correlation(net, None, TensorSet("none", pictures(1, 1)[:0]))
+        gradient_correlation(net, None, TensorSet("none", pictures(1, 1, 16, 16, dtype=torch.uint8)[:0]))
 
 
 def test_the_two_tasks_agree_where_adapting_to_digits_helps() -> None:

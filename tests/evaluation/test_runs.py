@@ -342,7 +342,7 @@ def test_adapters_serve_all_sets_of_a_method_and_seed(
 def test_a_share_of_the_images_is_the_least_sure_ones(networks: dict[str, str], tmp_path: Path) -> None:
     arguments: dict[str, Any] = {**networks, "data": SETS[:2], "methods": "fixed,episodic", "limit": 40, **SMALL}
     plan = make_plan(**arguments, seeds=[2], shuffle=True, threshold=["15%"])
-    assert plan.method("episodic").share == 0.15
+    assert plan.method("episodic").fraction == 0.15
     run = run_plan(plan, tmp_path / "run")
     assert run.configuration["methods"]["episodic"]["settings"]["threshold"] == "15%"
     units = {(unit.method, unit.set_name): unit for unit in run.units}

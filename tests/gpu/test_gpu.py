@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adapters import pictures
 from testtime import Episodic, Fixed, Online, Prediction, ResizedCropFlip, Rotation, YNet, kernels, resnet26
 from testtime.adaptation.learner import Learner
 from testtime.adaptation.streams import Streams
@@ -24,10 +25,6 @@ from testtime.randomness import Draws
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
-
-
-def pictures(count: int, size: int = 32, seed: int = 0) -> Tensor:
-    return Draws.of(seed, torch.arange(count)).uniform(3, size, size)
 
 
 def network(norm: str = "group", depth: int = 14) -> YNet:
@@ -85,7 +82,7 @@ def compare(there: Prediction, here: Prediction, tolerance: float) -> None:
 @pytest.mark.parametrize("norm", ["group", "batch"])
 @pytest.mark.parametrize("parallel", [1, 4])
 def test_episodes_are_those_of_the_cpu(norm: str, parallel: int) -> None:
-    net, images = network(norm), pictures(6)
+    net, images = network(norm), pictures(6, size=32)
     given: dict[str, Any] = {"steps": 3, "lr": 0.001, "copies": 8, "parallel": parallel}
     here = Episodic(net, **given).predict(images)
     there = Episodic(copy.deepcopy(net).cuda(), **given).predict(images.cuda())
@@ -95,7 +92,7 @@ def test_episodes_are_those_of_the_cpu(norm: str, parallel: int) -> None:
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("tf32", 0.05), ("bf16", 0.2)])
 def test_lower_precision_stays_near(precision: Any, tolerance: float) -> None:
-    net, images = network(), pictures(8)
+    net, images = network(), pictures(8, size=32)
     given: dict[str, Any] = {"steps": 3, "lr": 0.001, "copies": 8, "parallel": 4}
     here = Episodic(net, **given).predict(images)
     there = Episodic(net.cuda(), precision=precision, **given).predict(images.cuda())
@@ -106,7 +103,7 @@ def test_lower_precision_stays_near(precision: Any, tolerance: float) -> None:
 
 def test_images_of_the_cpu_are_taken_along() -> None:
     net = network().cuda()
-    assert torch.equal(Fixed(net)(pictures(2)), Fixed(net)(pictures(2).cuda()))
+    assert torch.equal(Fixed(net)(pictures(2, size=32)), Fixed(net)(pictures(2, size=32).cuda()))
 
 
 def adapters() -> dict[str, Callable[[YNet], Any]]:
@@ -133,12 +130,12 @@ def be_eager(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_replayed_graph_is_the_eager_step(name: str, norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net = network(norm).cuda()
     replayed = adapters()[name](net)
-    calls = [replayed.predict(pictures(4, seed=seed).cuda()) for seed in range(3)]
+    calls = [replayed.predict(pictures(4, size=32, seed=seed).cuda()) for seed in range(3)]
     be_eager(monkeypatch)
     eager = adapters()[name](net)
     tolerance = 2e-2 if "bf16" in name else 1e-4
     for seed, call in enumerate(calls):
-        expected = eager.predict(pictures(4, seed=seed).cuda())
+        expected = eager.predict(pictures(4, size=32, seed=seed).cuda())
         compare(call, expected, tolerance)
 
 
@@ -151,13 +148,13 @@ def test_kernels_change_no_answer(name: str, norm: str, tolerance: float, monkey
     for switch in ("on", "off"):
         monkeypatch.setenv("TESTTIME_KERNELS", switch)
         adapter = adapters()[name](net)
-        calls.append([adapter.predict(pictures(4, seed=seed).cuda()) for seed in range(3)])
+        calls.append([adapter.predict(pictures(4, size=32, seed=seed).cuda()) for seed in range(3)])
     for one, other in zip(*calls, strict=True):
         compare(one, other, 0.2 if "bf16" in name else tolerance)
 
 
 def bytes_(count: int, seed: int = 0) -> Tensor:
-    return (pictures(count, seed=seed) * 255).to(torch.uint8).cuda()
+    return (pictures(count, size=32, seed=seed) * 255).to(torch.uint8).cuda()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
@@ -193,7 +190,7 @@ def test_a_stream_gone_wrong_leaves_the_others_bit_for_bit() -> None:
     net = network(depth=8).cuda()
     for precision in ("fp32", "bf16"):
         broken, whole = (Streams(net, 3, copies=8, precision=precision) for _ in range(2))  # type: ignore[arg-type]
-        images = pictures(3).cuda()
+        images = pictures(3, size=32).cuda()
         bad = images.clone()
         bad[1] = float("nan")
         answers, expected = broken.predict(bad), whole.predict(images)
@@ -224,7 +221,7 @@ def test_collected_gradients_are_those_of_autograd(norm: str, count: int, precis
         replicas = Replicas(network(norm).cuda(), count, ("encoder", "ssl"), dtype=check_precision(precision))
         for parameter in replicas.parameters(("encoder", "ssl")).values():
             parameter.requires_grad_(True)
-        views = pictures(4 * count).cuda().unflatten(0, (count, 4))
+        views = pictures(4 * count, size=32).cuda().unflatten(0, (count, 4))
 
         def loss() -> Tensor:
             return replicas.self_supervise(views).float().square().sum()
@@ -240,9 +237,9 @@ def test_collected_gradients_are_those_of_autograd(norm: str, count: int, precis
 
 def test_answers_of_a_graph_are_not_overwritten_by_the_next() -> None:
     adapter = Online(network().cuda(), copies=4)
-    first = adapter.predict(pictures(1).cuda())
+    first = adapter.predict(pictures(1, size=32).cuda())
     copied = first.logits.clone()
-    adapter.predict(pictures(1, seed=5).cuda())
+    adapter.predict(pictures(1, size=32, seed=5).cuda())
     assert torch.equal(first.logits, copied)
 
 
@@ -271,9 +268,9 @@ def test_a_stream_saved_on_the_gpu_continues_bit_for_bit() -> None:
     net = network().cuda()
     for optimizer in (torch.optim.SGD, MOMENTUM):
         one, other = Online(net, copies=4, optimizer=optimizer), Online(net, copies=4, optimizer=optimizer)
-        one.predict(pictures(3).cuda())
+        one.predict(pictures(3, size=32).cuda())
         other.load_state_dict({name: tensor.cpu() for name, tensor in one.state_dict().items()})
-        assert torch.equal(one(pictures(3, seed=1).cuda()), other(pictures(3, seed=1).cuda()))
+        assert torch.equal(one(pictures(3, size=32, seed=1).cuda()), other(pictures(3, size=32, seed=1).cuda()))
 
 
 def test_a_bad_image_on_the_gpu_leaves_no_trace() -> None:
@@ -281,10 +278,10 @@ def test_a_bad_image_on_the_gpu_leaves_no_trace() -> None:
     adapter, untouched = Online(net, copies=4), Online(net, copies=4)
     numbers = torch.arange(2)
     for one in (adapter, untouched):
-        one.predict(pictures(2).cuda(), numbers)
+        one.predict(pictures(2, size=32).cuda(), numbers)
     bad = adapter.predict(torch.full((1, 3, 32, 32), float("nan")).cuda(), torch.tensor([7]))
     assert bad.rolled_back.all()
-    after, expected = (one.predict(pictures(2, seed=1).cuda(), numbers + 2) for one in (adapter, untouched))
+    after, expected = (one.predict(pictures(2, size=32, seed=1).cuda(), numbers + 2) for one in (adapter, untouched))
     assert torch.equal(after.logits, expected.logits)
 
 
@@ -336,7 +333,7 @@ def test_what_does_not_fit_into_the_memory_is_run_in_smaller_numbers(kind: str) 
 @pytest.mark.parametrize("training", [True, False])
 def test_replicas_with_batch_norm_are_the_network(training: bool) -> None:
     net = network("batch", depth=8).cuda()
-    images = pictures(16).cuda()
+    images = pictures(16, size=32).cuda()
     replicas = Replicas(net, 2, example=images[:2])
     replicas.train_norms(training)
     net.train(training)

@@ -21,13 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import testtime.tensorfile
+from adapters import pictures
 from models import Flattening, Residual, VisionTransformer, sequential
 from testtime import Card, CheckpointError, YNet, bundled, load, resnet18, resnet26, resnet50, split
 from testtime.randomness import Draws
-
-
-def pictures(count: int = 4, size: int = 16, channels: int = 3) -> Tensor:
-    return Draws.of(6, torch.arange(count)).uniform(channels, size, size)
 
 
 def count_parameters(*modules: nn.Module) -> int:
@@ -68,8 +65,8 @@ def test_a_resnet_has_the_convolutions_its_depth_says(depth: int, norm: str) -> 
     assert sum(isinstance(module, (nn.Conv2d, nn.Linear)) for module in modules) == depth
     kinds = {type(m) for m in modules if isinstance(m, (nn.GroupNorm, nn.BatchNorm2d))}
     assert all(issubclass(kind, nn.GroupNorm if norm == "group" else nn.BatchNorm2d) for kind in kinds)
-    assert net.eval()(pictures()).shape == (4, 10)
-    assert net.self_supervise(pictures()).shape == (4, 4)
+    assert net.eval()(pictures(4)).shape == (4, 10)
+    assert net.self_supervise(pictures(4)).shape == (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +111,7 @@ def test_seeds_decide_the_weights_and_leave_the_global_generator_alone() -> None
 @pytest.mark.parametrize("build", [resnet26, resnet18])
 def test_bytes_are_the_floats_they_stand_for(build: Callable[..., YNet]) -> None:
     net = build(depth=8).eval() if build is resnet26 else build(10).eval()
-    whole = (pictures(2, 32) * 255).round().to(torch.uint8)
+    whole = (pictures(2, size=32) * 255).round().to(torch.uint8)
     assert torch.equal(net(whole), net(whole.float() / 255))
     assert torch.equal(net.self_supervise(whole), net.self_supervise(whole.float() / 255))
     by_hand = (whole.float() / 255 - torch.tensor(net.card.mean).view(3, 1, 1)) / torch.tensor(net.card.std).view(
@@ -164,15 +161,15 @@ def test_a_split_model_answers_as_the_model(model_and_cut: tuple[nn.Module, str]
     net = split(model.train(training), at)
     assert net.training == training
     assert all(module.training == training for module in net.modules())
-    images = pictures()
+    images = pictures(4)
     assert torch.allclose(net(images), copy.deepcopy(model)(images), atol=1e-6)
 
 
 def test_a_split_model_has_the_models_gradients(model_and_cut: tuple[nn.Module, str]) -> None:
     model, at = model_and_cut
     net = split(model.eval(), at)
-    net(pictures()).square().sum().backward()
-    model(pictures()).square().sum().backward()
+    net(pictures(4)).square().sum().backward()
+    model(pictures(4)).square().sum().backward()
     split_gradients = sum(p.grad.square().sum() for p in net.parameters() if p.grad is not None)
     gradients = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
     assert torch.allclose(torch.as_tensor(split_gradients), torch.as_tensor(gradients), rtol=1e-4)
@@ -207,7 +204,7 @@ def test_the_ssl_branch_is_a_copy_with_a_new_last_layer(model_and_cut: tuple[nn.
     last = [name for name, module in net.classifier.named_modules() if isinstance(module, nn.Linear)][-1]
     assert net.ssl.get_submodule(last).out_features == 4
     assert net.classifier.get_submodule(last).out_features == 10
-    assert net.self_supervise(pictures()).shape == (4, 4)
+    assert net.self_supervise(pictures(4)).shape == (4, 4)
     new = {f"{last}.weight", f"{last}.bias"}
     classifier, ssl = bits(net.classifier), bits(net.ssl)
     assert classifier.keys() == ssl.keys()
@@ -220,21 +217,21 @@ def test_outputs_seed_and_card_of_a_split() -> None:
     torch.manual_seed(0)
     model = Residual()
     nets = [split(model, "norm", 7, seed=seed, classes="abcdefghij", size=16) for seed in (0, 0, 1)]
-    assert nets[0].self_supervise(pictures()).shape == (4, 7)
+    assert nets[0].self_supervise(pictures(4)).shape == (4, 7)
     assert same_bits(bits(nets[0]), bits(nets[1]))
     assert not same_bits(bits(nets[0]), bits(nets[2]))
     assert nets[0].card.classes == tuple("abcdefghij")
     assert nets[0].card.size == 16
     normalised = split(model, "norm", mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
-    by_hand = (pictures() - torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1)) / torch.tensor([0.2, 0.3, 0.4]).view(3, 1, 1)
-    assert torch.allclose(normalised(pictures()), model(by_hand), atol=1e-5)
+    by_hand = (pictures(4) - torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1)) / torch.tensor([0.2, 0.3, 0.4]).view(3, 1, 1)
+    assert torch.allclose(normalised(pictures(4)), model(by_hand), atol=1e-5)
 
 
 def test_a_split_model_of_another_precision_normalises_in_it() -> None:
     torch.manual_seed(0)
     model = Residual().double()
     net = split(model, "norm", mean=(0.5,), std=(0.25,))
-    pixels = (pictures() * 255).to(torch.uint8)
+    pixels = (pictures(4) * 255).to(torch.uint8)
     assert torch.equal(net(pixels), model((pixels.double() / 255 - 0.5) / 0.25))
     assert net.self_supervise(pixels).dtype == torch.float64
 
@@ -264,7 +261,7 @@ def test_every_cut_that_is_named_is_possible() -> None:
         with pytest.raises(ValueError, match="It can be split at") as error:
             split(model, "nowhere")
         for at in str(error.value).split("It can be split at: ")[1].rstrip(".").split(", "):
-            assert torch.allclose(split(model, at)(pictures()), model(pictures()), atol=1e-6)
+            assert torch.allclose(split(model, at)(pictures(4)), model(pictures(4)), atol=1e-6)
 
 
 class Moody(Residual):
@@ -342,7 +339,7 @@ def test_a_saved_network_comes_back_bit_for_bit_with_its_card(name: str, tmp_pat
     assert again.card == net.card
     assert not again.training
     assert same_bits(bits(net), bits(again))
-    images = pictures(2, 32, len(net.card.mean))
+    images = Draws.of(6, torch.arange(2)).uniform(len(net.card.mean), 32, 32)
     assert torch.equal(again(images), net(images))
     assert torch.equal(again.self_supervise(images), net.self_supervise(images))
 
@@ -363,8 +360,8 @@ def test_a_custom_network_is_read_into_one_that_is_built_again(tmp_path: Path, a
     with pytest.raises(CheckpointError, match=r"vit: .*custom model.*load"):
         load(tmp_path / "vit")
     again = load(tmp_path / "vit", split(VisionTransformer(), at))
-    assert torch.equal(again(pictures()), net(pictures()))
-    assert torch.equal(again.self_supervise(pictures()), net.self_supervise(pictures()))
+    assert torch.equal(again(pictures(4)), net(pictures(4)))
+    assert torch.equal(again.self_supervise(pictures(4)), net.self_supervise(pictures(4)))
     assert again.card == net.card
 
 
@@ -381,7 +378,7 @@ def test_a_builders_network_with_another_normalisation_comes_back_with_it(tmp_pa
     net = resnet26(depth=8, size=16).eval()
     other = YNet(net.encoder, net.classifier, net.ssl, replace(net.card, mean=(0.0,) * 3, std=(1.0,) * 3)).eval()
     other.save(tmp_path / "net")
-    assert torch.equal(load(tmp_path / "net")(pictures()), other(pictures()))
+    assert torch.equal(load(tmp_path / "net")(pictures(4)), other(pictures(4)))
 
 
 def test_a_network_whose_parts_share_a_layer_can_be_saved(tmp_path: Path) -> None:
@@ -396,7 +393,10 @@ def test_a_network_whose_parts_share_a_layer_can_be_saved(tmp_path: Path) -> Non
 
     net = split(Recurrent().eval(), "cut")
     net.save(tmp_path / "net")
-    assert torch.equal(load(tmp_path / "net", split(Recurrent().eval(), "cut"))(pictures()), net(pictures()))
+    assert torch.equal(
+        load(tmp_path / "net", split(Recurrent().eval(), "cut"))(pictures(4)),
+        net(pictures(4)),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -564,7 +564,7 @@ def test_counters_and_masks_of_a_network_keep_their_types(tmp_path: Path) -> Non
         return net
 
     net = make()
-    net.encoder(pictures())
+    net.encoder(pictures(4))
     net.save(tmp_path / "net")
     assert same_bits(bits(load(tmp_path / "net", make())), bits(net))
 
@@ -614,7 +614,7 @@ def test_a_network_with_lazy_layers_is_to_be_called_before_it_is_read_into(tmp_p
         return YNet(nn.Conv2d(3, 4, 16), nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), make_head(4))
 
     net = make()
-    net(pictures())
+    net(pictures(4))
     net.save(tmp_path / "net")
     with pytest.raises(CheckpointError, match=r"net: .*lazy"):
         load(tmp_path / "net", make())
@@ -761,8 +761,8 @@ def test_a_ynet_of_ones_own_parts_needs_no_card(tmp_path: Path) -> None:
     parts = [nn.Conv2d(3, 4, 3), *(nn.Sequential(nn.Flatten(), nn.Linear(4 * 14 * 14, k)) for k in (10, 4))]
     net = YNet(*parts).eval()
     assert net.card == Card()
-    assert torch.equal(net(pictures()), parts[1](parts[0](pictures())))
-    assert torch.equal(net.self_supervise(pictures()), parts[2](parts[0](pictures())))
+    assert torch.equal(net(pictures(4)), parts[1](parts[0](pictures(4))))
+    assert torch.equal(net.self_supervise(pictures(4)), parts[2](parts[0](pictures(4))))
     net.save(tmp_path / "own")
     again = load(tmp_path / "own", YNet(*copy.deepcopy(parts)))
-    assert torch.equal(again(pictures()), net(pictures()))
+    assert torch.equal(again(pictures(4)), net(pictures(4)))

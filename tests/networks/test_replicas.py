@@ -12,14 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from adapters import pictures
 from models import Flattening, Residual, VisionTransformer, sequential
 from testtime import YNet, resnet18, resnet26, split
 from testtime.networks.replicas import PARTS, Replicas
 from testtime.randomness import Draws
-
-
-def pictures(*shape: int, seed: int = 0) -> Tensor:
-    return Draws.of(seed, torch.arange(shape[0])).uniform(*shape[1:])
 
 
 class Rectified(Residual):
@@ -106,7 +103,7 @@ LEARNING = [*PLAIN, "transformer", "flattening"]
 
 def different_replicas(net: YNet, count: int, size: int) -> tuple[Replicas, list[YNet]]:
     """Replicas with weights of their own, and the same networks one by one."""
-    replicas = Replicas(net, count, PARTS, pictures(2, 3, size, size, seed=9))
+    replicas = Replicas(net, count, PARTS, pictures(2, size=size, seed=9))
     nets = [copy.deepcopy(net) for _ in range(count)]
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -122,7 +119,7 @@ def different_replicas(net: YNet, count: int, size: int) -> tuple[Replicas, list
 def test_replicas_answer_as_separate_networks(name: str) -> None:
     count, size = 2 if "resnet18" in name else 3, size_of(name)
     replicas, nets = different_replicas(net_of(name), count, size)
-    images = pictures(count * 4, 3, size, size).view(count, 4, 3, size, size)
+    images = pictures(count * 4, size=size).view(count, 4, 3, size, size)
     with torch.no_grad():
         logits, outputs = replicas(images), replicas.self_supervise(images)
         for s, one in enumerate(nets):
@@ -143,7 +140,7 @@ def test_replicas_have_the_gradients_and_statistics_of_separate_networks(name: s
     count, size = 2, size_of(name)
     replicas, nets = different_replicas(net_of(name), count, size)
     # Of these images, none puts a ReLU so close to its edge that rounding decides on which side it is.
-    images = pictures(count * 4, 3, size, size, seed=1).view(count, 4, 3, size, size)
+    images = pictures(count * 4, size=size, seed=1).view(count, 4, 3, size, size)
     replicas.train_norms(training)
     parameters = replicas.parameters(PARTS)
     for parameter in parameters.values():
@@ -209,7 +206,7 @@ def check_steps(
     tolerance: float = 1e-4,
 ) -> None:
     size, net = size_of(name), net_of(name).to(dtype)
-    images = pictures(count * 4, 3, size, size).view(count, 4, 3, size, size).to(dtype)
+    images = pictures(count * 4, size=size).view(count, 4, 3, size, size).to(dtype)
     targets = Draws.of(1, torch.arange(count)).integers(4, 4)
     order = Draws.of(2, torch.arange(count)).uniform().argsort()
     together = learn_together(net, images, targets, steps, optimizer)
@@ -263,20 +260,20 @@ def test_ten_steps_with_momentum_decay_and_adam() -> None:
 )
 def test_what_cannot_be_stacked_is_mapped_and_logged(name: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "testtime"):
-        Replicas(net_of(name), 2, PARTS, pictures(2, 3, 16, 16))
+        Replicas(net_of(name), 2, PARTS, pictures(2))
     assert any("encoder go through vmap" in message and reason in message for message in caplog.messages)
 
 
 def test_code_that_mixes_the_batch_is_found_by_trying(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "testtime"):
-        Replicas(net_of("folding"), 2, PARTS, pictures(2, 3, 16, 16))
+        Replicas(net_of("folding"), 2, PARTS, pictures(2))
     assert any("go through vmap: concatenated" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize("name", ["resnet26 group", "resnet26 batch", "resnet18 group", "residual"])
 def test_known_layers_are_not_mapped(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "testtime"):
-        Replicas(net_of(name), 2, PARTS, pictures(2, 3, 32, 32))
+        Replicas(net_of(name), 2, PARTS, pictures(2, size=32))
     assert not caplog.messages
 
 
@@ -290,7 +287,7 @@ def test_tied_weights_stay_tied() -> None:
     torch.manual_seed(0)
     net = split(Tied(), "norm").eval()
     replicas, nets = different_replicas(net, 2, 16)
-    images = pictures(2, 4, 3, 16, 16)
+    images = Draws.of(0, torch.arange(2)).uniform(4, 3, 16, 16)
     assert torch.allclose(replicas(images)[1], nets[1](images[1]), atol=1e-5)
 
 
@@ -316,7 +313,7 @@ def test_read_and_write_are_exact_and_touch_one_replica(name: str) -> None:
 @pytest.mark.parametrize("name", ["resnet26 batch", "transformer"])
 def test_every_replica_starts_as_the_network(name: str) -> None:
     net = net_of(name)
-    replicas = Replicas(net, 3, PARTS, pictures(2, 3, size_of(name), size_of(name)))
+    replicas = Replicas(net, 3, PARTS, pictures(2, size=size_of(name)))
     own = net.state_dict()
     assert all(torch.equal(row, own[key]) for key, tensor in replicas.tensors.items() if key in own for row in tensor)
     assert replicas.tensors.keys() >= dict(net.encoder.named_parameters(prefix="encoder")).keys()
@@ -334,19 +331,19 @@ def test_packed_tensors_are_those_that_were_packed(name: str) -> None:
 
 def test_parts_that_are_not_asked_for_are_held_once() -> None:
     net = net_of("resnet26 group")
-    replicas = Replicas(net, 5, ("encoder",), pictures(2, 3, 8, 8))
+    replicas = Replicas(net, 5, ("encoder",), pictures(2, size=8))
     assert {name.split(".")[0] for name in replicas.tensors} == {"encoder"}
     assert sum(t.numel() for t in replicas.tensors.values()) == 5 * sum(p.numel() for p in net.encoder.parameters())
-    images = pictures(5, 2, 3, 8, 8)
+    images = Draws.of(0, torch.arange(5)).uniform(2, 3, 8, 8)
     assert torch.allclose(replicas(images).flatten(0, 1), net(images.flatten(0, 1)), atol=1e-5)
 
 
 def test_the_network_is_not_changed_and_shares_no_memory() -> None:
     net = net_of("resnet26 batch").train()
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    replicas = Replicas(net, 2, PARTS, pictures(2, 3, 8, 8))
+    replicas = Replicas(net, 2, PARTS, pictures(2, size=8))
     replicas.train_norms(True)
-    replicas(pictures(2, 4, 3, 8, 8))
+    replicas(Draws.of(0, torch.arange(2)).uniform(4, 3, 8, 8))
     for piece in replicas.pieces:
         piece += 1
     assert equal(dict(net.state_dict()), before)
@@ -356,9 +353,9 @@ def test_the_network_is_not_changed_and_shares_no_memory() -> None:
 
 def test_dropout_stays_off() -> None:
     net = split(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 36, 10)), "1")
-    replicas = Replicas(net.train(), 2, PARTS, pictures(2, 3, 8, 8))
+    replicas = Replicas(net.train(), 2, PARTS, pictures(2, size=8))
     replicas.train_norms(True)
-    images = pictures(2, 4, 3, 8, 8)
+    images = Draws.of(0, torch.arange(2)).uniform(4, 3, 8, 8)
     assert torch.equal(replicas(images), replicas(images))
     assert torch.allclose(replicas(images)[1], net.eval()(images[1]), atol=1e-5)
 

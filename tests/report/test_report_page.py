@@ -245,7 +245,7 @@ def test_odd_names_do_no_harm(
 
 def test_the_page_may_begin_with_words(folder: Path, tmp_path: Path) -> None:
     words = [("What <this> is", ["First & foremost.", "Then."])]
-    publish([open_run(folder / "run")], tmp_path, formats=["html"], words=words, root=tmp_path)
+    publish([open_run(folder / "run")], tmp_path, formats=["html"], sections=words, root=tmp_path)
     page = (tmp_path / "index.html").read_text()
     begin = page.index("<h2>What &lt;this&gt; is</h2>\n<p>First &amp; foremost.</p>\n<p>Then.</p>")
     assert begin < page.index("<h2>How to read it</h2>")

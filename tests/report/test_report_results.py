@@ -39,7 +39,7 @@ def test_errors_flips_and_p_values_by_hand(tmp_path: Path) -> None:
     assert (cell.to_right, cell.to_wrong) == (6, 1)
     assert cell.p_value == pytest.approx(sign_test(6, 1)) == pytest.approx(2 * 8 / 128)
     assert (cell.images, cell.repetitions, cell.spread) == (10, 1, None)
-    assert cell.mark == ""
+    assert cell.significance == ""
     wrong = 100 * (1 - np.array(online, float))[:, None]
     assert cell.interval == pytest.approx(interval_of(bootstrap_means(wrong)[:, 0]))
     assert cell.value("accuracy") == pytest.approx(90)
@@ -48,10 +48,10 @@ def test_errors_flips_and_p_values_by_hand(tmp_path: Path) -> None:
 
 def test_marks_say_better_worse_or_nothing() -> None:
     cell = Cell(10, Interval(9, 11), None, 100, 1, 0.01, 20, 5)
-    assert cell.mark == "*"
-    assert Cell(10, Interval(9, 11), None, 100, 1, 0.01, 5, 20).mark == "†"
-    assert Cell(10, Interval(9, 11), None, 100, 1, 0.06, 20, 5).mark == ""
-    assert Cell(10, Interval(9, 11), None, 100, 1).mark == ""
+    assert cell.significance == "*"
+    assert Cell(10, Interval(9, 11), None, 100, 1, 0.01, 5, 20).significance == "†"
+    assert Cell(10, Interval(9, 11), None, 100, 1, 0.06, 20, 5).significance == ""
+    assert Cell(10, Interval(9, 11), None, 100, 1).significance == ""
 
 
 def test_tables_are_laid_out_as_the_paper_prints_them(tmp_path: Path) -> None:

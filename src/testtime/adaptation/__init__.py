@@ -1,13 +1,14 @@
-"""Learning at test time: the method, what is learned, and the adapters that decide what is remembered.
+"""Adaptation at test time: the method, its objectives, and the adapters.
 
 method.py         observe, learn, observe again
-objectives.py     what an unlabelled image teaches; corrections.py: what needs no gradient
+objectives.py     losses on unlabelled images; corrections.py: methods without gradients
 methods.py        METHODS: objectives and settings by name
-settings.py       how an adapter learns; guard.py: which images it learns from, and what is undone
+settings.py       settings of an adapter; guard.py: which images to learn from, and which updates to undo
 learner.py        replicas, objective and optimizer; optimizers.py: how an optimizer treats stacked parameters
 adapters.py       Fixed, Episodic, Online; streams.py: many online streams
-replica_store.py  streams that wait for their turn; batching.py: how many at once; recorder.py: CUDA graphs
-source.py         the network as it was given; prediction.py: what an adapter answers; inputs.py: checks
+replica_store.py  storage of many streams; batching.py: how many run in parallel; recorder.py: CUDA graphs
+source.py         the unadapted network; prediction.py: predictions of an adapter; state.py: saved states
+inputs.py         checks of arguments
 """
 
 from testtime.adaptation.adapters import Adapter, Episodic, Fixed, Online

@@ -1,14 +1,14 @@
 """Adapters: classifiers that learn from each unlabelled image before they predict it.
 
-They wrap the method (method.py); all are used alike and differ in what they remember:
+They wrap the method (method.py) behind one interface and differ in the state that persists between images:
 
-    Fixed     nothing is learned: the network as it is
-    Episodic  every image is its own episode and is forgotten afterwards (the paper's standard version)
-    Online    images are a stream: one update each, in the order given, and the state lives on
+    Fixed     no learning: the unadapted network
+    Episodic  every image is a separate episode, starting from the original network (the paper's standard version)
+    Online    images are a stream: one update per image, in order; the state persists
 
-`Streams` (streams.py) are many online ones, stepped together. What they learn is their `method`, see methods.py.
+`Streams` (streams.py) runs many online streams in parallel. The objective is chosen by `method`, see methods.py.
 
-An image is predicted after the update it caused. No adapter ever sees a label or changes the network it was given.
+An image is predicted after the update on it. Adapters never see labels and never change the network they are given.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _FORMAT = 1
 
 
 class _Lock:
-    """A lock that is not shared with copies: each has its own."""
+    """A lock that is not shared with copies of its owner."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -70,16 +70,16 @@ class _Lock:
 
 
 class Adapter(nn.Module):
-    """What the adapters share: a network, a method, settings, a running sample number, and checks of what comes in.
+    """Base class of the adapters: network, method, settings, sample counter, and input checks.
 
-    An adapter is called like any classifier: `adapter(images)` gives logits, and `predict` tells more. As a module it
-    holds no parameters, so `train()`, `eval()` and the like do nothing. It works on a copy of the network: the one it
-    was given stays as it is, bit for bit. Threads may share it: their calls wait for each other.
+    An adapter is called like any classifier: `adapter(images)` returns logits, `predict` returns more. As a module it
+    has no parameters, so `train()` and `eval()` have no effect. It works on a copy of the network, which itself stays
+    unchanged. It is thread-safe: concurrent calls are serialised.
 
     Args:
         net: The network; it is copied.
-        method: What it learns: a name from `METHODS`, or a record of one's own.
-        mode: What it remembers.
+        method: A name from `METHODS`, or a custom `Method`.
+        mode: Whether and how state persists between images.
         settings: Fields of `Settings`; they override the method's.
     """
 
@@ -93,32 +93,32 @@ class Adapter(nn.Module):
         self.settings = replace(given, task=task, augment=augment)
         self._lock = _Lock()
         with torch.inference_mode(False):
-            # In a list, which hides it from nn.Module: it is not the adapter's to train or to move.
+            # In a list, to hide it from nn.Module: train() and to() must not affect it.
             self._networks = [copy.deepcopy(net).eval().requires_grad_(False)]
         self.device = next(self._networks[0].parameters()).device
         self._sources: dict[tuple[int, ...], Source] = {}
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: the sample number, the counts, and whatever was learned."""
+        """Reset to the original network: the sample counter, the counts, and everything learned."""
         with self._lock, torch.inference_mode(False):
             self.seen = 0
-            # On the network's device, so that counting does not make the host wait for it.
+            # On the network's device, so that counting does not synchronise.
             self._counts = torch.zeros(2, dtype=torch.int64, device=self.device)
             self._learned: Learner | ReplicaStore | None = None
 
     @property
     def adapted(self) -> int:
-        """How many images changed the network that predicted them."""
+        """Number of images predicted by a network that adapted to them."""
         return int(self._counts[0])
 
     @property
     def rolled_back(self) -> int:
-        """How many images' updates were undone by the guard."""
+        """Number of images whose update was undone by the guard."""
         return int(self._counts[1])
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class logits `(N, K)` of images `(N, C, H, W)`, after adaptation."""
+        """Return class logits `(N, K)` of images `(N, C, H, W)`, after adaptation."""
         return self.predict(images).logits
 
     def predict(self, images: Tensor, samples: Tensor | None = None) -> Prediction:
@@ -126,10 +126,10 @@ class Adapter(nn.Module):
 
         Args:
             images: `(N, C, H, W)`, uint8 or floats in [0, 1].
-            samples: The images' numbers, integers `(N,)`, which choose their augmentations; counted by default.
+            samples: Sample numbers, integers `(N,)`, which seed the augmentations; counted by default.
 
         Raises:
-            ValueError: The images or their numbers do not fit; nothing was learned.
+            ValueError: Images or sample numbers are invalid; nothing was learned.
         """
         check_images(self._networks[0], images)
         if samples is not None:
@@ -137,15 +137,15 @@ class Adapter(nn.Module):
         with self._lock, torch.inference_mode(False), torch.no_grad():
             numbers = self._number(images) if samples is None else samples
             with arithmetic(self.settings.precision, self.device), self._all_or_nothing():
-                # Copies: tensors made in inference mode cannot take part in learning.
+                # Copies, since autograd cannot save tensors made in inference mode.
                 copies = (tensor.detach().to(self.device, copy=True) for tensor in (images, numbers))
-                answers = self._predict(*copies)
-                self._counts = self._counts + torch.stack([answers.adapted.sum(), answers.rolled_back.sum()])
+                prediction = self._predict(*copies)
+                self._counts = self._counts + torch.stack([prediction.adapted.sum(), prediction.rolled_back.sum()])
                 self.seen += len(images)
-        return answers
+        return prediction
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Everything the adapter has learned and counted, as tensors by name."""
+        """Return everything the adapter has learned and counted, as tensors by name."""
         with self._lock:
             counts = [self.seen, self.adapted, self.rolled_back]
             return {
@@ -155,10 +155,10 @@ class Adapter(nn.Module):
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Continue from a state that `state_dict` gave, bit for bit.
+        """Continue from a state returned by `state_dict`, bit for bit.
 
         Raises:
-            ValueError: The state belongs to another network, adapter or settings; nothing was changed.
+            ValueError: The state is of another network, adapter or settings; nothing was changed.
         """
         counts = check_state(state_dict, self._identify())
         with self._lock, torch.inference_mode(False), self._all_or_nothing():
@@ -167,14 +167,14 @@ class Adapter(nn.Module):
             self._counts = torch.tensor(counts[1:], dtype=torch.int64, device=self.device)
 
     def save(self, path: str | Path) -> None:
-        """Write the state to a safetensors file, whole or not at all."""
+        """Write the state to a safetensors file, atomically."""
         write_tensors(path, self.state_dict(), _KEY, {"format": _FORMAT})
 
     def load(self, path: str | Path) -> None:
-        """Continue from a file that `save` wrote.
+        """Continue from a file written by `save`.
 
         Raises:
-            FileError: The file cannot be read or belongs elsewhere; nothing was changed.
+            FileError: The file cannot be read or does not match this adapter; nothing was changed.
         """
         about, state = read_tensors(path, _KEY)
         if about is not None:
@@ -185,19 +185,19 @@ class Adapter(nn.Module):
             raise FileError(path, str(error).rstrip(".")) from None
 
     def describe(self) -> dict[str, Any]:
-        """Method and settings as plain text and numbers."""
-        # Records of version 0.1 have no method; the settings of its presets were written out.
+        """Return method and settings, JSON-serializable."""
+        # Records of version 0.1 have no method, only the settings of its presets.
         named = {} if self.method in (METHODS["ttt"], METHODS["best"]) else {"method": self.method.name}
         return named | self.settings.describe()
 
     def _identify(self) -> dict[str, str]:
-        """What a state must have in common with the adapter that loads it."""
+        """Return what a state and the adapter that loads it must have in common."""
         settings = json.dumps(self.describe(), sort_keys=True)
         return {"adapter": type(self).__name__, "settings": settings, "network": self._networks[0].fingerprint()}
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Within it, images are learned from and counted; an error, Ctrl-C among them, leaves all as it was before."""
+        """Undo everything learned and counted inside the context on an error, including Ctrl-C."""
         counts, seen, undo = self._counts, self.seen, self._remember()
         try:
             yield
@@ -207,30 +207,30 @@ class Adapter(nn.Module):
             raise
 
     def _remember(self) -> Callable[[], None]:
-        """A function that brings back what has been learned up to now."""
+        """Return a function that restores the current state of learning."""
         learned = self._learned
         undo = None if learned is None else learned.remember()
 
-        def bring_back() -> None:
+        def restore() -> None:
             self._learned = learned
             if undo is not None:
                 undo()
 
-        return bring_back
+        return restore
 
     def _number(self, images: Tensor) -> Tensor:
-        """The sample numbers of the next images."""
+        """Return the sample numbers of the next images."""
         return torch.arange(self.seen, self.seen + len(images), device=self.device)
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         raise TypeError("Adapter is a base class; use Fixed, Episodic or Online.")
 
     def _make_learner(self, shape: tuple[int, ...]) -> Learner | ReplicaStore:
-        """What learns, for images of a shape (C, H, W)."""
-        raise ValueError(f"{type(self).__name__} remembers nothing.")
+        """Return a learner for images of shape (C, H, W)."""
+        raise ValueError(f"{type(self).__name__} has no state.")
 
     def _unadapted(self, images: Tensor) -> Prediction:
-        """The answers of the network as it was given."""
+        """Return the predictions of the unadapted network."""
         shape = tuple(images.shape[1:])
         if shape not in self._sources:
             self._sources.clear()
@@ -244,26 +244,26 @@ def _check_network(net: YNet) -> None:
     half = {tensor.dtype for tensor in net.parameters()} & {torch.float16, torch.bfloat16}
     if half:
         raise ValueError(
-            f"`net` must have float32 parameters, got {half.pop()}: small steps are lost in it. "
-            'To compute in bfloat16, give net.float() and precision="bf16".'
+            f"`net` must have float32 parameters, got {half.pop()}, which rounds small updates away. "
+            'To compute in bfloat16, pass net.float() and precision="bf16".'
         )
 
 
 def copy_network(net: YNet, learned: Mapping[str, Tensor]) -> YNet:
-    """A copy of a network, with other tensors where there are learned ones of a replica."""
+    """Return a copy of a network with the learned tensors of a replica."""
     made = copy.deepcopy(net)
     made.load_state_dict({**made.state_dict(), **learned})
     return made.requires_grad_(True)
 
 
 class Fixed(Adapter):
-    """The network as it is, with an adapter's answers: the baseline ("joint training" in the paper).
+    """The unadapted network as an adapter: the baseline ("joint training" in the paper).
 
     Args:
-        net: The network.
+        net: The network; it is copied.
         task: The self-supervised task to measure; the network's own by default.
         precision: "fp32", "tf32" or "bf16".
-        mirrored: Answer with the mean of the logits of the image and of its mirror image.
+        mirrored: Average the logits of the image and its mirror image.
     """
 
     def __init__(
@@ -276,18 +276,18 @@ class Fixed(Adapter):
 
 
 class Episodic(Adapter):
-    """Every image is its own episode: learn from it, predict it, forget it (the paper's standard version).
+    """Every image is a separate episode: learn from it, predict it, reset (the paper's standard version).
 
-    An image's answer depends on the network, the settings, the image and its sample number, and on nothing else: not on
-    the other images of the batch, their order, or, but for rounding, how many episodes run in parallel. Only where the
-    images of a call share their updates (`share="batch"`), they are one episode.
+    A prediction depends only on the network, the settings, the image and its sample number: not on the other images of
+    the batch, their order, or, up to rounding, the number of parallel episodes. With `share="batch"` the images of a
+    call form one episode.
 
     Args:
         net: The network; it is copied.
-        method: What it learns: a name from `METHODS`, or a record of one's own.
-        parallel: How many episodes run in parallel; "auto" tries out a few counts once there are images enough. Where
-            the memory of a GPU is too small for them, it becomes what fits.
-        **settings: Fields of `Settings`; they override the method's. By default 10 steps on each image.
+        method: A name from `METHODS`, or a custom `Method`.
+        parallel: Number of parallel episodes; "auto" times a few candidates once there are enough images. It is
+            reduced if the GPU runs out of memory.
+        **settings: Fields of `Settings`; they override the method's. The default is 10 steps per image.
     """
 
     def __init__(
@@ -304,59 +304,59 @@ class Episodic(Adapter):
         self._learners: dict[int, Learner] = {}
         super().__init__(net, method, "episodic", settings)
         if parallel != 1 and not is_rowwise(self.settings):
-            log.info("this optimizer's step mixes parameters, so episodes run one after another")
+            log.info("this optimizer mixes replicas, so episodes run one after another")
             self.parallel = 1
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
-        answers = self._unadapted(images)
-        wanted = gate(answers.confidence, self.settings.threshold).nonzero().flatten()
+        prediction = self._unadapted(images)
+        wanted = gate(prediction.confidence, self.settings.threshold).nonzero().flatten()
         if self.settings.steps == 0 or len(wanted) == 0:
-            return answers
+            return prediction
 
         def learn_from(chunk: Tensor) -> None:
             learner = self._learner(len(chunk), tuple(images.shape[1:]))
             learner.reset()
             learned = run(learner, images[chunk], samples[chunk])
             for f in fields(Prediction):
-                getattr(answers, f.name)[chunk] = getattr(learned, f.name)
+                getattr(prediction, f.name)[chunk] = getattr(learned, f.name)
 
         def attempt(count: int) -> None:
-            if count < most:  # more at once were too many, for the images to come as well
+            if count < most:  # out of memory, which applies to later images too
                 self.parallel = count
                 self._learners.clear()
             for chunk in wanted.split(count):
                 learn_from(chunk[:, None])  # (S, 1)
 
         if self.settings.share == "batch":
-            learn_from(wanted[None])  # one episode that all of them share
+            learn_from(wanted[None])  # (1, B): one shared episode
         else:
             most = self._choose_parallel(images[wanted])
             run_fitting(most, attempt)
-        return answers
+        return prediction
 
     def _learner(self, count: int, shape: tuple[int, ...]) -> Learner:
         if count not in self._learners:
-            while len(self._learners) > 1:  # the full size and one remainder are enough to keep
+            while len(self._learners) > 1:  # cache the full size and one remainder
                 self._learners.pop(min(self._learners))
             self._learners[count] = Learner(self._networks[0], count, self.method, self.settings, shape)
         return self._learners[count]
 
     def _choose_parallel(self, images: Tensor) -> int:
-        """How many episodes to run at once for these images."""
+        """Return the number of parallel episodes for these images."""
         if self.parallel != "auto":
             return self.parallel
         shape, tuning = tuple(images.shape[1:]), kernels.tuning(self.device)
         most = find_most(self._networks[0], self.settings, shape)
         counts = [count for count in tuning.parallel if count <= most]
-        if not tuning.waits:  # few images are worth no larger count
+        if not tuning.waits:  # larger counts do not pay off for few images
             counts = [count for count in counts if count <= len(images) // 2]
-        if len(counts) < 2 or len(images) < 2 * counts[-1]:  # nothing to choose, or too few images
-            return min(len(images), most, tuning.untried)
+        if len(counts) < 2 or len(images) < 2 * counts[-1]:  # no choice, or too few images
+            return min(len(images), most, tuning.default_parallel)
 
         def trial(count: int) -> float:
             learner = Learner(self._networks[0], count, self.method, replace(self.settings, steps=1), shape)
             arguments = images[:count, None], torch.arange(count, device=images.device)[:, None]
-            run(learner, *arguments)  # warms up
+            run(learner, *arguments)  # warm-up
             begin = time.perf_counter()
             run(learner, *arguments).logits.cpu()
             return time.perf_counter() - begin
@@ -366,14 +366,14 @@ class Episodic(Adapter):
 
 
 class Online(Adapter):
-    """Images are a stream: one update each in the order given, each predicted after its update; the state lives on.
+    """Images are a stream: each is predicted after an update on it, in order, and the state persists.
 
-    A stream saved half-way and loaded elsewhere continues bit for bit. With Batch Normalization the statistics of
-    single images add up and ruin the stream, as the paper found: use Group Normalization.
+    A stream that is saved and loaded elsewhere continues bit for bit. Use Group Normalization: with Batch
+    Normalization, the statistics of single images degrade the stream, as the paper found.
 
     Args:
         net: The network; it is copied.
-        method: What it learns: a name from `METHODS`, or a record of one's own.
+        method: A name from `METHODS`, or a custom `Method`.
         **settings: Fields of `Settings`; they override the method's.
     """
 
@@ -381,7 +381,7 @@ class Online(Adapter):
         super().__init__(net, method, "online", settings)
 
     def network(self) -> YNet:
-        """A network with what has been learned so far, to save or to use as it is. The stream continues without it."""
+        """Return a copy of the adapted network, independent of the stream."""
         with self._lock, torch.inference_mode(False):
             learned = self._learned
             return copy_network(self._networks[0], learned.replicas.read(0) if isinstance(learned, Learner) else {})

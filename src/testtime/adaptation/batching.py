@@ -1,4 +1,4 @@
-"""How many episodes or streams are computed at once: found by measurement, and bounded by the memory."""
+"""The number of parallel episodes or streams: chosen by measurement, limited by memory."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _CHOICES: dict[Hashable, int] = {}
 
 
 def choose_fastest(key: Hashable, counts: Sequence[int], trial: Callable[[int], float]) -> int:
-    """The count whose trial takes the least time for each of them; remembered by `key` as long as the process lives.
+    """Return the count with the highest throughput; cached by `key` for the lifetime of the process.
 
     Args:
         key: What the choice depends on: network, sizes, device.
-        counts: Counts to try, rising; the first must work.
-        trial: Does the work for a count and returns the seconds it took.
+        counts: Counts to try, ascending; the first must work.
+        trial: Called with a count; returns the seconds it took.
 
     Returns:
-        One of `counts`. Counts that do not fit into memory are passed over, and so are all larger ones.
+        One of `counts`. Counts that do not fit in memory are skipped.
     """
     if key in _CHOICES:
         return _CHOICES[key]
@@ -44,25 +44,25 @@ def choose_fastest(key: Hashable, counts: Sequence[int], trial: Callable[[int], 
             break
     if not rates:
         return counts[0]
-    # A larger count must earn its memory: by a tenth.
+    # A larger count must be 10% faster to be worth its memory.
     best = counts[0]
     for count, rate in rates.items():
         if rate > 1.1 * rates[best]:
             best = count
-    log.info("episodes per second by how many run in parallel: %s; taking %d", rates, best)
+    log.info("episodes per second by the number of parallel ones: %s; using %d", rates, best)
     _CHOICES[key] = best
     return best
 
 
 def find_most(net: YNet, settings: Settings, shape: Sequence[int]) -> int:
-    """How many episodes or streams to compute at once at most, however large the memory.
+    """Return the maximum number of parallel episodes or streams, regardless of the available memory.
 
-    Beyond a number of pixels more at once are no faster, and what they hold for the backward pass fills the memory; or
-    tensors become too large for kernels.
+    Beyond a number of pixels, more parallelism is no faster and only costs memory for the backward pass; or tensors
+    become too large for the kernels.
 
     Args:
         net: The network, in evaluation mode.
-        settings: How it learns, with augmentation and task.
+        settings: The settings; task and augmentation must be set.
         shape: (C, H, W) of the images.
     """
     assert settings.augment is not None
@@ -78,7 +78,7 @@ def find_most(net: YNet, settings: Settings, shape: Sequence[int]) -> int:
 
 
 def find_most_for_kernels(net: YNet, views: Tensor) -> int:
-    """How many times these views, `(M, C, H, W)`, go through a network at once on CUDA kernels."""
+    """Return how many sets of views `(M, C, H, W)` the CUDA kernels can process in one forward pass."""
     sizes = [views[0].numel()]
 
     def note(layer: nn.Module, given: object, made: object) -> None:
@@ -96,14 +96,14 @@ def find_most_for_kernels(net: YNet, views: Tensor) -> int:
 
 
 def run_fitting(count: int, work: Callable[[int], Result]) -> Result:
-    """What `work(count)` returns; where the memory is too small, what it returns with half as many, and so on.
+    """Return `work(count)`, halving the count while it runs out of memory.
 
     Args:
-        count: How many to try first.
-        work: Does the work with at most so many at once. What a failed try has changed, it undoes itself.
+        count: The count to try first.
+        work: Called with a count; must leave no changes behind when it fails.
 
     Raises:
-        torch.OutOfMemoryError: A single one is too much.
+        torch.OutOfMemoryError: A count of 1 does not fit.
     """
     while True:
         try:
@@ -111,7 +111,7 @@ def run_fitting(count: int, work: Callable[[int], Result]) -> Result:
         except torch.OutOfMemoryError:
             if count == 1:
                 raise
-        # Out here the error is gone, and with it what its traceback held.
-        log.warning("%d at once do not fit into the memory; continuing with %d", count, (count + 1) // 2)
+        # Outside the handler, so that the traceback no longer holds tensors.
+        log.warning("%d in parallel do not fit in memory; continuing with %d", count, (count + 1) // 2)
         count = (count + 1) // 2
         torch.cuda.empty_cache()

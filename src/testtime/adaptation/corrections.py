@@ -1,4 +1,4 @@
-"""What needs no gradient: answers corrected by those of the other images in a batch."""
+"""Methods without gradients, which correct predictions by those of the other images in a batch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch.nn import functional as F
 
 
 class Correction(Protocol):
-    """Corrects the answers to a batch of images."""
+    """Corrects the predictions of a batch of images."""
 
     def __call__(self, logits: Tensor, features: Tensor) -> Tensor:
-        """Class logits `(N, K)` from the network's own and the features `(N, D)` in front of its last layer."""
+        """Return corrected logits, from logits `(N, K)` and the inputs `(N, D)` of the last linear layer."""
         ...
 
 
 class Lame:
-    """Answers that agree with those of similar images (LAME, Boudiaf et al. 2022).
+    """Laplacian-adjusted maximum-likelihood estimation (LAME, Boudiaf et al. 2022).
 
-    Maximises the likelihood of the network's own answers plus the agreement of neighbours, by fixed-point iteration.
+    Maximises the likelihood under the network's predictions plus the agreement of neighbours, by fixed-point iteration.
 
     Args:
-        neighbours: How many nearest images count, by the cosine of their features.
-        iterations: At most so many.
+        neighbours: Number of nearest neighbours, by cosine similarity of the features.
+        iterations: Maximum number of iterations.
     """
 
     def __init__(self, neighbours: int = 5, iterations: int = 100) -> None:
@@ -37,17 +37,17 @@ class Lame:
             corrected[sound] = self(logits[sound], features[sound])
             return corrected
         known = logits.log_softmax(-1)
-        answers, affinity = known.exp(), self._affinity(features)
+        probabilities, affinity = known.exp(), self._affinity(features)
         for _ in range(self.iterations):
-            pulled = affinity @ answers
-            renewed = (known + pulled).softmax(-1)
-            if torch.allclose(renewed, answers, rtol=0, atol=1e-8):
+            pulled = affinity @ probabilities
+            updated = (known + pulled).softmax(-1)
+            if torch.allclose(updated, probabilities, rtol=0, atol=1e-8):
                 break
-            answers = renewed
-        return answers.clamp(min=torch.finfo(answers.dtype).tiny).log()
+            probabilities = updated
+        return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
 
     def _affinity(self, features: Tensor) -> Tensor:
-        """1 where an image is among another's nearest neighbours, itself left out, `(N, N)`."""
+        """Return the adjacency matrix `(N, N)` of the nearest neighbours, excluding the image itself."""
         count = len(features)
         unit = F.normalize(features.float(), dim=-1)
         similarity = (unit @ unit.T).fill_diagonal_(-torch.inf)

@@ -1,4 +1,4 @@
-"""Checks of what users give: images and their numbers."""
+"""Checks of arguments: images and sample numbers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def check_images(net: YNet, images: Tensor) -> None:
     """Check images for a network.
 
     Raises:
-        TypeError: They are no tensor.
-        ValueError: They are not `(N, C, H, W)`, of other channels, another type, or floats beyond [0, 1].
+        TypeError: They are not a tensor.
+        ValueError: Their shape, channels, dtype or range is invalid.
     """
     if not isinstance(images, Tensor):
         raise TypeError(f"`images` must be a tensor, got {type(images).__name__}.")
@@ -28,11 +28,11 @@ def check_images(net: YNet, images: Tensor) -> None:
 
 
 def check_samples(samples: Tensor, count: int) -> None:
-    """Check the numbers of so many images.
+    """Check the sample numbers of `count` images.
 
     Raises:
-        TypeError: They are no tensor.
-        ValueError: They are not as many integers.
+        TypeError: They are not a tensor.
+        ValueError: They are not `count` integers.
     """
     if not isinstance(samples, Tensor):
         raise TypeError(f"`samples` must be a tensor of integers, got {type(samples).__name__}.")

@@ -1,4 +1,4 @@
-"""S replicas, the objective they learn by, and the optimizer that moves them."""
+"""S replicas with their objective and optimizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Snapshot(NamedTuple):
 
     Attributes:
         pieces: The tensors of replicas and objective, `(S, ...)` each.
-        memory: What the optimizer remembers, by parameter and name; or its whole state, where that mixes rows.
+        memory: The optimizer's state by parameter and name; or its `state_dict`, if it mixes rows.
     """
 
     pieces: list[Tensor]
@@ -41,16 +41,14 @@ class Snapshot(NamedTuple):
 
 
 class Learner:
-    """S replicas, their objective, the optimizer that moves them, and the settings they learn with.
-
-    The method itself, what a learner does with images, is in method.py.
+    """S replicas with their objective, optimizer and settings; the method itself is in method.py.
 
     Args:
-        net: The network they start from.
-        count: S.
-        method: What they learn.
-        settings: How they learn; task and augmentation must be set.
-        shape: (C, H, W) of the images to come.
+        net: The network to start from.
+        count: Number of replicas, S.
+        method: The method.
+        settings: The settings; task and augmentation must be set.
+        shape: (C, H, W) of the images.
     """
 
     def __init__(self, net: YNet, count: int, method: Method, settings: Settings, shape: tuple[int, ...]) -> None:
@@ -58,9 +56,9 @@ class Learner:
         moving = _MOVING[settings.update]
         parts: tuple[Part, ...] = moving
         if settings.update == "encoder" and _tracks_statistics(net.ssl):
-            parts = ("encoder", "ssl")  # its statistics follow the stream
+            parts = ("encoder", "ssl")  # the statistics of `ssl` change too
         device = next(net.parameters()).device
-        # Any image does for trying out the replicas, but not a blank one.
+        # Random, since a constant image would not reveal faults of the replicas.
         example = Draws.of(0, torch.arange(2, device=device)).uniform(*shape)
         self.replicas = Replicas(net, count, parts, example, check_precision(settings.precision))
         self.replicas.use_statistics(settings.statistics)
@@ -68,25 +66,25 @@ class Learner:
         for parameter in self.moving.values():
             parameter.requires_grad_(True)
         self._side = Concurrent(device)
-        # No method of its own, which the objective would hold: a learner that is dropped gives its memory back at once.
+        # Not a method, which would make a reference cycle with the objective and delay the release of memory.
         self.later = functools.partial(_start, self.replicas, self._side)
-        """Starts a function that reads the replicas, concurrently where the device can; they wait for it to move."""
+        """Starts a function that reads the replicas, concurrently if possible; the next update waits for it."""
         self.objective = method.objective(self.replicas, settings, self.later)
         self.pieces = [*self.replicas.pieces, *self.objective.state.values()]
         self.origin = [piece.clone() for piece in self.pieces]
-        # An optimizer that takes every number by itself gets them all as one tensor: one launch moves everything.
+        # An elementwise optimizer updates all parameters as one tensor, in one launch.
         self.rowwise = is_rowwise(settings)
         self.flat = self.rowwise and len(self.moving) == len(self.replicas.parameters(parts))
         self.optimizer = self._make_optimizer()
         self.everyone = torch.ones(count, dtype=torch.bool, device=device)
-        """For what concerns all replicas, bool `(S,)`; held here, since recorded graphs read it."""
+        """Mask of all replicas, bool `(S,)`; stored because recorded graphs read it."""
         self.recordings: dict[Any, Any] = {}
-        """Recorded episodes by the shape of their images, see recorder.py."""
+        """Recorded episodes by image shape, see recorder.py."""
         self.eager = not (self.flat and can_record(device))
-        """Whether episodes are run as they are rather than replayed."""
+        """Whether episodes run eagerly rather than from recordings."""
 
     def descend(self, loss: Callable[[], Tensor]) -> None:
-        """One step of the optimizer down a loss of the replicas, as a function that computes it."""
+        """Take one optimizer step on the loss that the given function computes."""
 
         def evaluate() -> Tensor:
             if self.flat:
@@ -101,21 +99,21 @@ class Learner:
             return value
 
         with torch.enable_grad():
-            self.optimizer.step(evaluate)  # type: ignore[arg-type]  # torch types the closure as giving a float
+            self.optimizer.step(evaluate)  # type: ignore[arg-type]  # torch types the closure as returning a float
 
     def is_finite(self) -> Tensor:
-        """Which replicas have only finite numbers of their own, bool `(S,)`."""
+        """Return which replicas have only finite values, bool `(S,)`."""
         sums = [piece.flatten(1).sum(1) for piece in self.pieces if piece.is_floating_point()]
         return torch.stack(sums).isfinite().all(0)
 
     @torch.no_grad()
     def reset(self, rows: Tensor | None = None) -> None:
-        """Put all replicas, or those where `rows`, bool `(S,)`, is true, back to the network as it was given.
+        """Reset all replicas, or those where `rows`, bool `(S,)`, is true, to the original network.
 
-        Their optimizer forgets as well. Only an optimizer that keeps rows apart can forget some of them.
+        Their optimizer state is reset too; resetting some rows requires an optimizer that treats rows independently.
         """
         self._side.wait()
-        self.replicas.use_statistics(self.settings.statistics)  # an interrupt may have left BatchNorm learning
+        self.replicas.use_statistics(self.settings.statistics)  # an interrupt may have left BatchNorm in training mode
         for piece, origin in zip(self.pieces, self.origin, strict=True):
             if rows is None:
                 piece.copy_(origin)
@@ -127,24 +125,24 @@ class Learner:
             tensor.zero_() if rows is None else tensor.masked_fill_(_mask(rows, tensor), 0)
 
     def snapshot(self) -> Snapshot:
-        """A copy of everything that learning changes, for `restore`."""
+        """Return a copy of everything that learning changes, for `restore`."""
         memory: Any = {key: value.clone() for key, value in self._memory().items()}
         pieces = [piece.clone() for piece in self.pieces]
         return Snapshot(pieces, memory if self.rowwise else copy.deepcopy(self.optimizer.state_dict()))
 
     def remember(self) -> Callable[[], None]:
-        """A function that brings back what has been learned up to now."""
+        """Return a function that restores the current state."""
         good = self.snapshot()
         return lambda: self.restore(good, self.everyone)
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot, rows: Tensor) -> None:
-        """Put the replicas where `rows`, bool `(S,)`, is true back to a snapshot, their optimizer's memory as well.
+        """Restore the replicas where `rows`, bool `(S,)`, is true, and their optimizer state, from a snapshot.
 
-        The snapshot may be another learner's, of as many replicas.
+        The snapshot may come from another learner with as many replicas.
         """
         self._side.wait()
-        self.replicas.use_statistics(self.settings.statistics)  # an interrupt may have left BatchNorm learning
+        self.replicas.use_statistics(self.settings.statistics)  # an interrupt may have left BatchNorm in training mode
         for piece, old in zip(self.pieces, snapshot.pieces, strict=True):
             put_rows(piece, old, rows)
         if not self.rowwise:
@@ -152,20 +150,20 @@ class Learner:
                 self.optimizer.load_state_dict(snapshot.memory)
             return
         own, targets = self._memory(), self._targets()
-        for place, old in snapshot.memory.items():
-            if place not in own:  # the snapshot is another learner's, whose optimizer has begun
-                name, key = place
-                self.optimizer.state[targets[name]][key] = own[place] = torch.zeros_like(old)
-        for place, tensor in own.items():
-            # What the optimizer had not yet made when the snapshot was taken starts from zero, see is_rowwise.
-            old = snapshot.memory.get(place, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+        for entry, old in snapshot.memory.items():
+            if entry not in own:  # from another learner, whose optimizer has taken a step
+                name, key = entry
+                self.optimizer.state[targets[name]][key] = own[entry] = torch.zeros_like(old)
+        for entry, tensor in own.items():
+            # State that did not exist yet at the time of the snapshot was zero, see is_rowwise.
+            old = snapshot.memory.get(entry, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
             tensor.copy_(torch.where(_mask(rows, tensor), old, tensor))
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of everything that learning changes, by name, in the network's own shapes.
+        """Return a copy of everything that learning changes, by name, in the shapes of the network.
 
         Raises:
-            ValueError: The optimizer remembers things that are no tensors.
+            ValueError: The optimizer's state is not made up of tensors.
         """
         state, packed = self._named(), self.replicas.packed
         for target, parameter in self._targets().items():
@@ -177,16 +175,16 @@ class Learner:
                 if value.shape == packed.numbers.shape and target == "numbers":
                     state |= {f"optimizer/{key}/{part}": view for part, view in packed.unpack(value).items()}
                 else:
-                    # A count of steps is of torch's default dtype, which the state must not depend on.
+                    # Step counts have torch's default dtype, which the state must not depend on.
                     state[f"optimizer/{key}/{target}"] = value if value.dim() else value.float()
         return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state that another learner of the same network and settings made.
+        """Continue from the state of a learner with the same network and settings.
 
         Raises:
-            ValueError: A tensor is missing, unknown or of another shape; nothing was changed.
+            ValueError: A tensor is missing, unknown or has another shape; nothing was changed.
         """
         own, targets = self._named(), self._targets()
         for name, tensor in own.items():
@@ -201,16 +199,16 @@ class Learner:
                     "numbers": self.replicas.packed.pack({name: tensor.to(device) for name, tensor in tensors.items()})
                 }
             for target, tensor in tensors.items():
-                # torch keeps an optimizer's step counts on the CPU, everything else with the parameter
+                # torch stores step counts on the CPU, everything else on the parameter's device
                 optimizer.state[targets[target]][key] = tensor.to(device) if tensor.dim() else tensor
         self._side.wait()
         for name, tensor in own.items():
             tensor.copy_(state[name])
         self.optimizer = optimizer
-        self.recordings.clear()  # they read the old one
+        self.recordings.clear()  # they refer to the old optimizer
 
     def _read_memory(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """What the optimizer remembers, by key and target, from the tensors of a state that are its own."""
+        """Return the optimizer's state by key and target, from its tensors in a saved state."""
         shapes = {name: tensor.shape for name, tensor in {**self.moving, **self._targets()}.items()}
         known, memory = find_memory(self.settings), {}
         for name, tensor in state.items():
@@ -219,38 +217,38 @@ class Learner:
             if kind != "optimizer":
                 raise ValueError(f"The state does not fit: {name!r} belongs to another network.")
             if target not in shapes:
-                raise ValueError(f"The state does not fit: it has memory of {target!r}, which does not learn.")
+                raise ValueError(f"The state does not fit: it has optimizer state of {target!r}, which does not learn.")
             if key not in known:
-                raise ValueError(f"The state does not fit: this optimizer remembers no {key!r}.")
+                raise ValueError(f"The state does not fit: this optimizer has no state {key!r}.")
             if tensor.dim() and tensor.shape != shapes[target]:
                 raise ValueError(f"The state does not fit: {name!r} has another shape.")
             memory.setdefault(key, {})[target] = tensor.detach().clone()
         return memory
 
     def _named(self) -> dict[str, Tensor]:
-        """The tensors of replicas and objective by name."""
+        """Return the tensors of replicas and objective by name."""
         return self.replicas.tensors | {f"objective/{name}": tensor for name, tensor in self.objective.state.items()}
 
     def _targets(self) -> dict[str, Tensor]:
-        """What the optimizer moves, by name."""
+        """Return the tensors that the optimizer updates, by name."""
         return {"numbers": self.replicas.packed.numbers} if self.flat else self.moving
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         optimizer = self.settings.optimizer(list(self._targets().values()), lr=self.settings.lr)
         for group in optimizer.param_groups:
             if self.flat and group.get("foreach", True) is None:
-                group["foreach"] = False  # torch's form for many tensors takes one in a few large pieces
+                group["foreach"] = False  # foreach splits a single tensor into a few large pieces
         return optimizer
 
     def _memory(self) -> dict[tuple[str, str], Tensor]:
-        """What the optimizer remembers of each tensor that it moves."""
+        """Return the optimizer's state tensors, by the name of the updated tensor and the key."""
         held = {name: self.optimizer.state.get(tensor, {}) for name, tensor in self._targets().items()}
         items = ((name, key, value) for name, memory in held.items() for key, value in memory.items())
         return {(name, key): value for name, key, value in items if isinstance(value, Tensor)}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The parameters are views into one tensor; copied or pickled one by one they would be cut loose. As bytes,
-        # since tensors made here would be gone, and their shared memory with them, before a spawned process has them.
+        # Copied or pickled individually, parameters would no longer be views of one tensor. Bytes, since the shared
+        # memory of tensors made here would be freed before a spawned process reads it.
         state = {name: tensor.cpu() for name, tensor in self.state().items()}
         return _remake, (self.net, self.replicas.count, self.method, self.settings, self.shape, save(state))
 
@@ -262,13 +260,13 @@ def _remake(net: YNet, count: int, method: Method, settings: Settings, shape: tu
 
 
 def _start(replicas: Replicas, side: Concurrent, function: Callable[..., Any], *arguments: Any) -> Later[Any]:
-    if replicas.has_statistics:  # those change in every forward pass
+    if replicas.has_statistics:  # they change in every forward pass
         return Later(function(*arguments))
     return side.later(function, *arguments)
 
 
 def _mask(rows: Tensor, tensor: Tensor) -> Tensor:
-    """Which numbers of a stacked tensor are in the given rows; a single number, which all rows share, if all are."""
+    """Return a mask of rows that broadcasts to a stacked tensor; for a shared scalar, whether all rows are set."""
     return rows.view(-1, *[1] * (tensor.dim() - 1)) if tensor.dim() else rows.all().to(tensor.device)
 
 

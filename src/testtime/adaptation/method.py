@@ -1,12 +1,12 @@
-"""Test-Time Training in one sitting: observe an image, learn from it, observe it again (paper, section 2).
+"""Test-Time Training: observe an image, learn from it, observe it again (paper, section 2).
 
-    observe   what the network says of the plain image: class logits, the objective's loss, a confidence
+    observe   class logits, the objective's loss and a confidence for the plain image
     learn     one gradient step on the objective's loss
-    episode   observe, learn for some steps, observe again; undo what was not wanted or went wrong
+    episode   observe, learn for some steps, observe again; undo updates that were gated or failed
 
-The objective says what an image teaches (objectives.py); the paper's is the rotation task on augmented copies of the
-image. A `Learner` is S copies of the network with an image, or a batch of images, for each, so that many episodes run
-at once; with S = 1 it is the plain method. What is remembered from image to image is the adapters' affair.
+The paper's objective is the rotation task on augmented copies of the image; objectives.py has others. A `Learner`
+holds S replicas of the network, each with an image or a batch, so that S episodes run in parallel; S = 1 is the plain
+method. The adapters decide what persists between images.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from testtime.randomness import Draws
 
 @torch.no_grad()
 def episode(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -> Prediction:
-    """Observe, learn, observe again; undo what was not wanted or went wrong.
+    """Observe, learn, observe again; undo updates that were gated or failed.
 
-    A replica that the gate or the guard stops is put back afterwards; its neighbours are not disturbed.
+    Replicas stopped by the gate or the guard are restored; the others are not affected.
 
     Args:
-        learner: S replicas and their optimizer; the replicas keep what they learn.
+        learner: S replicas and their optimizer, updated in place.
         images: `(S, B, C, H, W)`.
-        samples: The images' numbers, `(S, B)`, which their augmentations are drawn by.
-        active: Which replicas may change at all, bool `(S,)`.
+        samples: Sample numbers `(S, B)`, which seed the augmentations.
+        active: Which replicas may learn, bool `(S,)`.
 
     Returns:
-        The answers, every tensor `(S, B, ...)`.
+        The predictions, `(S, B, ...)`.
     """
     settings, objective = learner.settings, learner.objective
     good = learner.later(learner.snapshot)
-    before = learner.later(objective.observe, images)  # learning begins meanwhile, unless the gate waits for it
+    before = learner.later(objective.observe, images)  # concurrently with learning, unless the gate needs it
     wanted = active[:, None].expand_as(samples)  # (S, B)
     if settings.threshold < 1:
         wanted = wanted & gate(before.result().confidence, settings.threshold)
@@ -51,23 +51,23 @@ def episode(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -
             learn(learner, images, draws.fold(step), weights)
         finite = learner.later(learner.is_finite)
         after = objective.observe(images)
-        answers, undone = settle(wanted, before.result(), after, finite.result(), settings.guard)
-    except BaseException:  # Ctrl-C as well: what was half learned is no state to continue from
+        prediction, undone = settle(wanted, before.result(), after, finite.result(), settings.guard)
+    except BaseException:  # including Ctrl-C: a partial update must not remain
         learner.restore(good.result(), learner.everyone)
         raise
     if possibly_any(undone):
         learner.restore(good.result(), undone)
-    return answers
+    return prediction
 
 
 def learn(learner: Learner, images: Tensor, draws: Draws, weights: Tensor) -> None:
-    """One step down the objective's loss; the replicas' losses are added, so none feels another.
+    """Take one step on the objective's loss; the losses of the replicas are summed, which keeps them independent.
 
     Args:
         learner: S replicas and their optimizer.
         images: `(S, B, C, H, W)`.
-        draws: Keys `(S, B)` of this step.
-        weights: How much each image counts within its replica, `(S, B)`.
+        draws: Random keys `(S, B)` of this step.
+        weights: Weight of each image within its replica, `(S, B)`.
     """
     objective = learner.objective
     with learner.replicas.learning():

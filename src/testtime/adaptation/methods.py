@@ -1,8 +1,7 @@
-"""METHODS: the ways to learn at test time, by name.
+"""METHODS: the adaptation methods, by name.
 
-A method is a record: what an image teaches (an objective) or how a batch's answers correct each other (a correction),
-the settings that go with it, and the paper it comes from. What is remembered from image to image is the adapter's
-choice: every method works in every mode in which it makes sense.
+A method consists of an objective or a correction, its settings, and a reference. What persists between images is up to
+the adapter: a method works in every mode in which it makes sense.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ Mode = Literal["fixed", "episodic", "online"]
 
 @dataclass(frozen=True)
 class Method:
-    """A way to learn at test time.
+    """An adaptation method.
 
     Attributes:
-        name: What it is called.
-        summary: What it does, in a few words.
-        paper: Where it comes from.
+        name: Its name.
+        summary: A short description.
+        paper: The reference.
         objective: Makes the objective of some replicas.
-        correction: What corrects the answers to a batch, if anything does.
-        mode: Its natural mode.
+        correction: Corrects the predictions of a batch, or None.
+        mode: Its default mode.
         settings: Fields of `Settings` that differ from the defaults.
-        episodic: Those that differ further where every image is an episode of its own.
-        needs: What it needs besides images: "branch", a trained self-supervised branch; "batch", several images a call.
+        episodic: Fields that override `settings` in episodic mode.
+        needs: Requirements: "branch", a trained self-supervised branch; "batch", several images per call.
     """
 
     name: str
@@ -45,7 +44,7 @@ class Method:
     needs: tuple[str, ...] = ()
 
     def make_settings(self, mode: Mode, given: Mapping[str, Any]) -> Settings:
-        """The settings of the method in a mode; what is given overrides the method's own."""
+        """Return the settings of the method in a mode; `given` overrides the method's."""
         own = {"steps": 1, **self.settings, **(self.episodic if mode == "episodic" else {})}
         return Settings(**{**own, **given})
 
@@ -55,10 +54,10 @@ _SUN = "Sun et al., Test-Time Training with Self-Supervision, ICML 2020"
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("ttt", "learns the network's self-supervised task", _SUN, episodic={"steps": 10}, needs=("branch",)),
+        Method("ttt", "trains the network's self-supervised task", _SUN, episodic={"steps": 10}, needs=("branch",)),
         Method(
             "best",
-            "as ttt, and answers with the mean of the image and its mirror image",
+            "ttt that averages the logits of the image and its mirror image",
             _SUN,
             settings={"mirrored": True},
             episodic={"steps": 10},
@@ -66,7 +65,7 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             "tent",
-            "lowers the entropy of the predicted classes",
+            "minimises the entropy of the predicted classes",
             "Wang et al., Tent, ICLR 2021",
             Entropy,
             settings={"update": "norm", "share": "batch", "statistics": "batch"},
@@ -74,7 +73,7 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             "cotta",
-            "follows a slow teacher, and restores random weights",
+            "follows a mean teacher and restores random weights",
             "Wang et al., Continual Test-Time Domain Adaptation, CVPR 2022",
             Teacher,
             settings={"update": "all", "share": "batch", "statistics": "batch"},
@@ -82,7 +81,7 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             "lame",
-            "corrects answers by those of similar images in the batch; weights stay",
+            "corrects predictions by those of similar images in the batch, without learning",
             "Boudiaf et al., Parameter-free Online Test-time Adaptation, CVPR 2022",
             Entropy,
             correction=Lame(),
@@ -91,12 +90,12 @@ METHODS: dict[str, Method] = {
         ),
     )
 }
-"""By name. `best` takes an image and its mirror image for the same thing, which holds for photographs and not for
-letters or digits."""
+"""The methods by name. `best` assumes that mirroring preserves the class: true of photographs, not of letters or
+digits."""
 
 
 def find_method(method: str | Method) -> Method:
-    """A method by its name, or the record itself.
+    """Return the method of a name; a `Method` is returned unchanged.
 
     Raises:
         ValueError: There is no such method.

@@ -1,8 +1,8 @@
-"""What an unlabelled image teaches: the losses of test-time learning.
+"""Objectives: losses on unlabelled images.
 
-An `Objective` belongs to S replicas. It says what they are to lower (`loss`), and what they say of plain images before
-and after (`observe`). It may have a state of its own, such as a teacher or moving averages: tensors with a row for each
-replica, which are saved, reset and put back by the guard like the replicas' own.
+An `Objective` belongs to S replicas. It defines the loss to minimise (`loss`) and the outputs on plain images before
+and after learning (`observe`). It may have state, e.g. a teacher or moving averages: tensors with a row per replica,
+which are saved, reset and restored together with the replicas.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from testtime.tasks import make_views
 
 
 class Observation(NamedTuple):
-    """What S replicas say of B plain images each.
+    """Outputs of S replicas on B plain images each.
 
     Attributes:
         logits: Class logits `(S, B, K)`.
         loss: The objective's loss `(S, B)`.
-        confidence: How sure they are, in [0, 1], `(S, B)`.
+        confidence: Confidence in [0, 1], `(S, B)`.
     """
 
     logits: Tensor
@@ -34,36 +34,36 @@ class Observation(NamedTuple):
 
 
 class Objective:
-    """What S replicas learn from unlabelled images.
+    """Base class of the objectives of S replicas.
 
     Args:
         replicas: The replicas.
-        settings: How they learn; task and augmentation must be set.
-        later: Starts a function concurrently and gives something with its `result()`.
+        settings: The settings; task and augmentation must be set.
+        later: Starts a function concurrently and returns a future with `result()`.
     """
 
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:
         self.replicas, self.settings, self.later = replicas, settings, later
         self.state: dict[str, Tensor] = {}
-        """What the objective remembers, by name; `(S, ...)` each."""
+        """State of the objective by name, `(S, ...)` each."""
 
     def loss(self, images: Tensor, draws: Draws) -> Tensor:
-        """What to lower, `(S, B)`, for images `(S, B, C, H, W)`; draws has keys `(S, B)`."""
+        """Return the loss `(S, B)` of images `(S, B, C, H, W)`; `draws` has keys `(S, B)`."""
         raise NotImplementedError
 
     def observe(self, images: Tensor) -> Observation:
-        """What the replicas, as they are, say of plain images `(S, B, C, H, W)`."""
+        """Return the outputs of the replicas on plain images `(S, B, C, H, W)`."""
         raise NotImplementedError
 
     def descend(self, descend: Callable[[Callable[[], Tensor]], None], loss: Callable[[], Tensor]) -> None:
-        """Move the replicas down a loss, as a function that computes it; one step of the optimizer by default."""
+        """Minimise the loss that a function computes; by default with one optimizer step."""
         descend(loss)
 
     def update(self, draws: Draws) -> None:
-        """Bring the objective's own state up to date after a step."""
+        """Update the state of the objective after a step."""
 
     def classify(self, images: Tensor, features: Tensor | None = None) -> Tensor:
-        """Class logits `(S, B, K)` of images whose features may be known already."""
+        """Return class logits `(S, B, K)` of images, reusing their features if given."""
         logits = self.replicas.classify(self.replicas.encode(images) if features is None else features).float()
         if self.settings.mirrored:
             logits = (logits + self.replicas(images.flip(-1)).float()) / 2
@@ -89,7 +89,7 @@ class SelfSupervision(Objective):
         views, targets = task.probe(images.flatten(0, 1))
         views = views.unflatten(0, (count, -1))  # (S, B·V, C, h, w)
         features = self.replicas.encode(views)
-        # The plain image is its own first view, unless the task had to crop it.
+        # The first view is the plain image, unless the task cropped it.
         plain = features[:, :: views.shape[1] // number] if views.shape[-2:] == images.shape[-2:] else None
         logits = self.later(self.classify, images, plain)
         losses = task.loss(self.replicas.supervise(features).flatten(0, 1), targets).view(count, number, -1)
@@ -108,15 +108,15 @@ class Entropy(Objective):
 
 
 def measure_entropy(logits: Tensor) -> Tensor:
-    """The entropy of softmax(logits) `(..., K)`, in nats, `(...)`."""
+    """Return the entropy of softmax(logits) `(..., K)`, in nats, `(...)`."""
     return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
 
 
 class Teacher(Objective):
-    """Cross entropy to a teacher that follows the student slowly (CoTTA, Wang et al. 2022).
+    """Cross entropy to a mean teacher (CoTTA, Wang et al. 2022).
 
-    Where the source network is unsure of a batch, the teacher answers with the mean over augmented copies. After every
-    step a small random part of the student's weights goes back to the source.
+    Where the source network is unsure of a batch, the target is the teacher's mean over augmented copies. After every
+    step a small random fraction of the student's weights is restored from the source.
     """
 
     momentum, sure, restored = 0.999, 0.92, 0.01
@@ -143,7 +143,7 @@ class Teacher(Objective):
         student.copy_(torch.where(chosen, self.source.packed.numbers, student))
 
     def _teach(self, images: Tensor, draws: Draws) -> Tensor:
-        """The teacher's probabilities `(S, B, K)`."""
+        """Return the teacher's probabilities `(S, B, K)`."""
         plain = self.teacher(images).float().softmax(-1)
         assert self.settings.augment is not None
         copies = self.settings.augment(images.flatten(0, 1), draws.flatten().copies(self.settings.copies))

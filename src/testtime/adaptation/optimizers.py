@@ -1,4 +1,4 @@
-"""What an optimizer does to stacked parameters: tried out, not guessed."""
+"""How an optimizer treats stacked parameters, determined by trying it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from testtime.randomness import Draws
 
 
 def is_rowwise(settings: Settings) -> bool:
-    """Whether the optimizer treats stacked parameters as it would each row alone.
+    """Return whether the optimizer updates each row of stacked parameters as it would update the row alone.
 
-    It must also continue from a memory of zeros as it begins without any, which is how a row is reset.
+    Zeroed state must also be equivalent to no state, since that is how a row is reset.
     """
     numbers = Draws.of(0, torch.arange(2, device="cpu")).normal(4, 3, 3)  # two rows: a start and three gradients
     ends = []
@@ -32,7 +32,7 @@ def is_rowwise(settings: Settings) -> bool:
                     parameter.data.copy_(numbers[row, 0])
                 for step in (1, 2, 3):
                     _step(optimizer, parameter, numbers[row, step])
-            except TypeError:  # it wants to evaluate the loss itself
+            except TypeError:  # it needs a closure
                 return False
             parts.append(parameter.detach())
         ends.append(torch.cat(parts))
@@ -40,17 +40,17 @@ def is_rowwise(settings: Settings) -> bool:
 
 
 def has_rows(settings: Settings) -> bool:
-    """Whether all that the optimizer remembers is held for each number, so that a row's memory can stand still."""
+    """Return whether the optimizer's state is all elementwise, so that rows can be updated independently."""
     held = find_memory(settings).values()
     return all(value is None or (isinstance(value, Tensor) and value.shape == (2, 3)) for value in held)
 
 
 def find_memory(settings: Settings) -> dict[str, Any]:
-    """What the optimizer remembers of a parameter `(2, 3)` after a step, by name."""
+    """Return the optimizer's state of a parameter `(2, 3)` after a step, by name."""
     parameter = nn.Parameter(torch.ones(2, 3, dtype=torch.float32, device="cpu"))
     optimizer = settings.optimizer([parameter], lr=settings.lr)
     parameter.grad = torch.ones_like(parameter)
-    optimizer.step(lambda: 0.0)  # some want to evaluate the loss themselves
+    optimizer.step(lambda: 0.0)  # some need a closure
     return optimizer.state[parameter]
 
 

@@ -1,4 +1,4 @@
-"""What an adapter answers."""
+"""The predictions of an adapter."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prediction:
-    """What an adapter answers for N images. No tensor holds a graph.
+    """Predictions of an adapter for N images, detached from the graph.
 
     Attributes:
         logits: Class logits after adaptation, `(N, K)`.
         logits_before: Class logits of the same network before this adaptation, `(N, K)`.
         loss_before: The objective's loss on the image before adaptation, `(N,)`.
         loss_after: The objective's loss on the image after adaptation, `(N,)`.
-        confidence: The objective's confidence in the plain image before adaptation, in [0, 1], `(N,)`.
-        adapted: Whether the answer comes from a network that learned from the image, bool `(N,)`.
-        rolled_back: Whether the guard undid what was learned, bool `(N,)`.
+        confidence: The objective's confidence on the plain image before adaptation, in [0, 1], `(N,)`.
+        adapted: Whether the logits come from a network adapted to the image, bool `(N,)`.
+        rolled_back: Whether the guard undid the update, bool `(N,)`.
     """
 
     logits: Tensor
@@ -41,13 +41,13 @@ class Prediction:
 
     @staticmethod
     def unadapted(logits: Tensor, loss: Tensor, confidence: Tensor) -> Prediction:
-        """The answers of a network that learned nothing from the images."""
+        """Make the predictions of a network that did not adapt to the images."""
         no = torch.zeros_like(loss, dtype=torch.bool)
         return Prediction(logits, logits.clone(), loss, loss.clone(), confidence, no, no.clone())
 
     @staticmethod
     def join(parts: list[Prediction]) -> Prediction:
-        """One prediction for the images of several, in their order."""
+        """Concatenate predictions."""
         return Prediction(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Prediction)))
 
     def __getitem__(self, index: Any) -> Prediction:

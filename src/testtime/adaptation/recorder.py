@@ -1,6 +1,6 @@
-"""Episodes of a learner: replayed from CUDA graphs, recorded when images of a new shape first come, or run as they are.
+"""Runs episodes of a learner: from CUDA graphs, recorded at the first images of each shape, or eagerly.
 
-A step of test-time training is some hundred small kernels; launching them one by one costs more than running them.
+A step consists of about a hundred small kernels, which take longer to launch than to run.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from testtime.adaptation.method import episode
 from testtime.adaptation.prediction import Prediction
 from testtime.kernels.graphs import Captured, Series, record
 
-_STRETCH = 64  # images of a stream for which one call is enough
+_STRETCH = 64  # images of a stream per recorded call
 
 
 def run(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
-    """An episode of every replica.
+    """Run an episode on every replica.
 
     Args:
         learner: S replicas and their optimizer.
         images: `(S, B, C, H, W)`.
-        samples: `(S, B)`.
+        samples: Sample numbers `(S, B)`.
     """
 
     def whole(images: Tensor, samples: Tensor) -> tuple[Tensor, ...]:
-        return _answer(learner, images, samples)
+        return _run_episode(learner, images, samples)
 
     key = (*images.shape, images.dtype)
     graph = _find(learner, key, lambda: Captured(whole, images, samples))
@@ -39,26 +39,26 @@ def run(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
 
 
 def run_each(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
-    """Episodes of a single replica, one after another, for images `(N, C, H, W)`; samples `(N,)`."""
+    """Run sequential episodes on a single replica, for images `(N, C, H, W)` with sample numbers `(N,)`."""
 
     def one(image: Tensor, sample: Tensor) -> tuple[Tensor, ...]:
-        return _answer(learner, image, sample)
+        return _run_episode(learner, image, sample)
 
     inputs = images[:, None, None], samples[:, None, None]  # (N, 1, 1, C, H, W)
     key = ("each", *images.shape[1:], images.dtype)
     graph = _find(learner, key, lambda: Series(one, _STRETCH, *(tensor[0] for tensor in inputs)))
     if graph is None:
         return Prediction.join([episode(learner, *both, learner.everyone)[0] for both in zip(*inputs, strict=True)])
-    return Prediction(*(answer[:, 0, 0] for answer in graph(*inputs)))
+    return Prediction(*(output[:, 0, 0] for output in graph(*inputs)))
 
 
-def _answer(learner: Learner, images: Tensor, samples: Tensor) -> tuple[Tensor, ...]:
+def _run_episode(learner: Learner, images: Tensor, samples: Tensor) -> tuple[Tensor, ...]:
     prediction = episode(learner, images, samples, learner.everyone)
     return tuple(getattr(prediction, f.name) for f in fields(Prediction))
 
 
 def _find(learner: Learner, key: Any, make: Callable[[], Captured | Series]) -> Captured | Series | None:
-    """The recording for images of a shape, made where it can be; what trying it out changed is put back."""
+    """Return the recording for a shape of images, made if necessary and possible; the learner's state is unchanged."""
     if learner.eager:
         return None
     if key not in learner.recordings:

@@ -1,7 +1,7 @@
-"""Many replicas of which a few are computed at a time: what each has learned waits in a row of its own.
+"""Storage for many replicas, of which only some are computed at a time.
 
-A step computes the streams that take part in it, in groups of a few sizes, and not all there are. There may be more of
-them than the memory could hold at once: a stream that waits needs no room for its views on their way.
+A step computes only the streams that have an image, in groups of a few sizes. There may be more streams than could be
+computed at once: an inactive one needs memory for its parameters only, not for activations.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from testtime.networks.ynet import YNet
 class ReplicaStore:
     """S replicas that learn, at most `together` of them at once.
 
-    Learners of a few sizes do the work. The replicas live in tensors of S rows; those of a group are copied to a
-    learner and come back changed. Only where all take part at once they live in the learner, from call to call.
+    The replicas are stored in tensors of S rows. The rows of a group are copied to a learner of one of a few sizes and
+    back. If all replicas fit into one learner and every call updates all of them, they stay in that learner.
 
     Args:
-        net: The network they start from.
-        count: S.
-        together: The most replicas of a learner, at most S.
-        method: What they learn.
-        settings: How they learn, with an optimizer that keeps rows apart.
-        shape: (C, H, W) of the images to come.
+        net: The network to start from.
+        count: Number of replicas, S.
+        together: Maximum number of replicas per learner, at most S.
+        method: The method.
+        settings: The settings; the optimizer must treat rows independently.
+        shape: (C, H, W) of the images.
     """
 
     def __init__(
@@ -41,41 +41,41 @@ class ReplicaStore:
         self.count, self.together, self.shape = count, together, shape
         self._net, self._method, self._settings = net, method, settings
         self._learners: dict[int, Learner] = {}
-        self._resident = False  # whether all are in the learner of S
-        self._pieces: list[Tensor] = []  # S rows each, once they are needed
-        self._memory: dict[Any, Tensor] = {}  # of the optimizer, when it has any
+        self._resident = False  # whether all replicas are in the learner of size S
+        self._pieces: list[Tensor] = []  # S rows each, made on demand
+        self._memory: dict[Any, Tensor] = {}  # the optimizer's state
 
     def predict(self, images: Tensor, samples: Tensor, streams: Tensor | None) -> Prediction:
-        """Adapt each of the streams, or all in their order, to an image and predict it.
+        """Adapt each of the given streams to an image and predict it.
 
         Args:
             images: `(M, C, H, W)`.
-            samples: Their numbers, `(M,)`.
-            streams: Which replicas they belong to, `(M,)`, none twice; None for all.
+            samples: Sample numbers `(M,)`.
+            streams: The replica of each image, `(M,)`, without duplicates; None for all, in order.
         """
         if streams is None and self.together == self.count:
             home = self._resident_learner()
             return run(home, images[:, None], samples[:, None])[:, 0]
-        self._leave()
-        answers, learned = [], []
+        self._unload()
+        predictions, learned = [], []
         for chosen, number in self._groups(len(images), images.device):
             learner, rows = self._learner(len(chosen)), chosen if streams is None else streams[chosen]
-            self._take(learner, rows)
-            answers.append(run(learner, images[chosen, None], samples[chosen, None])[:number, 0])
+            self._load_rows(learner, rows)
+            predictions.append(run(learner, images[chosen, None], samples[chosen, None])[:number, 0])
             learned.append((rows[:number], *learner.snapshot()))
         for rows, pieces, memory in learned:
-            self._put(rows, pieces, memory)
-        return Prediction.join(answers)
+            self._store_rows(rows, pieces, memory)
+        return Prediction.join(predictions)
 
     def remember(self, streams: Tensor | None = None) -> Callable[[], None]:
-        """A function that brings back what some streams, or all, have learned up to now."""
+        """Return a function that restores the current state of the given streams, or of all."""
         if self._resident:
             home = self._resident_learner()
             good = home.snapshot()
 
             def undo() -> None:
                 home.restore(good, home.everyone)
-                self._resident = True  # whatever the call did to the tensors of S rows
+                self._resident = True  # the stored rows, if any, are outdated
 
         else:
             rows = slice(None) if streams is None else streams
@@ -94,15 +94,15 @@ class ReplicaStore:
         return undo
 
     def read(self, row: int) -> dict[str, Tensor]:
-        """A copy of one replica's tensors, by their names in the network."""
+        """Return a copy of one replica's tensors, by their names in the network."""
         if self._resident:
             return self._resident_learner().replicas.read(row)
         learner = self._learner(1)
-        self._take(learner, torch.tensor([row], dtype=torch.int64, device=learner.everyone.device))
+        self._load_rows(learner, torch.tensor([row], dtype=torch.int64, device=learner.everyone.device))
         return learner.replicas.read(0)
 
     def reset(self, rows: Tensor) -> None:
-        """Put the replicas where `rows`, bool `(S,)`, is true back to the network as it was given."""
+        """Reset the replicas where `rows`, bool `(S,)`, is true to the original network."""
         if self._resident:
             return self._resident_learner().reset(rows)
         for piece, origin in zip(self._pieces, self._origin(), strict=True):
@@ -111,45 +111,45 @@ class ReplicaStore:
             tensor[rows] = 0
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of everything that learning changes, by name, S rows each, however they are grouped."""
+        """Return a copy of everything that learning changes, by name, S rows each."""
         if self._resident:
             return self._resident_learner().state()
-        self._leave()
+        self._unload()
         parts: list[dict[str, Tensor]] = []
         for rows, number in self._groups(self.count, self._pieces[0].device):
             learner = self._learner(len(rows))
-            self._take(learner, rows)
+            self._load_rows(learner, rows)
             parts.append({name: tensor[:number] for name, tensor in learner.state().items()})
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state that as many replicas of the same network and settings made.
+        """Continue from the state of as many replicas with the same network and settings.
 
         Raises:
-            ValueError: A tensor is missing, unknown or of another shape.
+            ValueError: A tensor is missing, unknown or has another shape.
         """
         if self.together == self.count:
             return self._resident_learner().load(state)
         for name, tensor in state.items():
             if tensor.shape[:1] != (self.count,):
                 raise ValueError(f"The state does not fit: tensor {name!r} has another shape.")
-        self._leave()
+        self._unload()
         for rows, number in self._groups(self.count, self._pieces[0].device):
             learner, here = self._learner(len(rows)), rows.cpu()
             learner.load({name: tensor.cpu()[here] for name, tensor in state.items()})
-            self._put(rows[:number], *learner.snapshot())
+            self._store_rows(rows[:number], *learner.snapshot())
 
     def _groups(self, count: int, device: torch.device) -> Iterator[tuple[Tensor, int]]:
-        """Numbers from 0 to `count - 1` in groups, and how many of a group are its own.
+        """Yield groups of the indices below `count`, padded, each with its number of indices before padding.
 
-        Each is filled up with its first to the size of a learner (1, 4, 16, … or `together`), which is not kept.
+        A group is padded with its first index to the size of a learner: 1, 4, 16, … or `together`.
         """
         for first in range(0, count, self.together):
             number, size = min(self.together, count - first), 1
             while size < number:
                 size *= 4
-            places = torch.arange(min(size, self.together), device=device)
-            yield torch.where(places < number, places, 0) + first, number
+            offsets = torch.arange(min(size, self.together), device=device)
+            yield torch.where(offsets < number, offsets, 0) + first, number
 
     def _learner(self, size: int) -> Learner:
         if size not in self._learners:
@@ -157,15 +157,15 @@ class ReplicaStore:
         return self._learners[size]
 
     def _resident_learner(self) -> Learner:
-        """The learner of S, with all replicas in it."""
+        """Move all replicas to the learner of size S, and return it."""
         learner = self._learner(self.count)
         if not self._resident and self._pieces:
             learner.restore(Snapshot(self._pieces, self._memory), learner.everyone)
         self._resident = True
         return learner
 
-    def _leave(self) -> None:
-        """See to it that all replicas are in the tensors of S rows."""
+    def _unload(self) -> None:
+        """Move all replicas to the tensors of S rows."""
         if self._resident:
             self._pieces, self._memory = self._resident_learner().snapshot()
             self._resident = False
@@ -173,17 +173,17 @@ class ReplicaStore:
             self._pieces = [row.repeat_interleave(self.count, 0) for row in self._origin()]
 
     def _origin(self) -> list[Tensor]:
-        """A row as it was before anything was learned."""
+        """Return the row of a replica that has learned nothing."""
         learner = next(iter(self._learners.values()), None) or self._learner(1)
         return [piece[:1] for piece in learner.origin]
 
-    def _take(self, learner: Learner, rows: Tensor) -> None:
-        """Bring replicas to a learner."""
+    def _load_rows(self, learner: Learner, rows: Tensor) -> None:
+        """Copy rows to a learner."""
         memory = {key: tensor[rows] for key, tensor in self._memory.items()}
         learner.restore(Snapshot([piece[rows] for piece in self._pieces], memory), learner.everyone)
 
-    def _put(self, rows: Tensor, pieces: list[Tensor], memory: Mapping[Any, Tensor]) -> None:
-        """Keep what the first of a learner's replicas have become as these rows."""
+    def _store_rows(self, rows: Tensor, pieces: list[Tensor], memory: Mapping[Any, Tensor]) -> None:
+        """Store the first replicas of a learner as the given rows."""
         for piece, new in zip(self._pieces, pieces, strict=True):
             piece[rows] = new[: len(rows)]
         for key, new in memory.items():

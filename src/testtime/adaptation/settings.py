@@ -1,4 +1,4 @@
-"""How an adapter learns."""
+"""The settings of an adapter."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ Share = Literal["image", "batch"]
 
 @dataclass(frozen=True)
 class Settings:
-    """How an adapter learns. The defaults are the paper's for CIFAR-10.
+    """The settings of an adapter. The defaults are the paper's for CIFAR-10.
 
     Attributes:
-        steps: Gradient steps on each image, each on fresh views; 0 adapts nothing.
+        steps: Gradient steps per image, each on newly drawn views; 0 disables learning.
         lr: Learning rate.
-        copies: Augmented copies of the image in each step.
-        threshold: Adapt only where the confidence in the plain image is below this; 1 adapts always.
-        update: What learns: "encoder+ssl" (as the authors' program), "encoder" alone (as the paper writes), "norm"
-            (scale and shift of normalisation layers in encoder and classifier), or "all" (encoder and classifier).
-        share: "image": every image learns for itself. "batch": the images of one call share their updates.
-        statistics: What Batch Normalization normalises with: "running", statistics that follow the views while it
-            learns; "source", those of training; "batch", those of the images at hand.
-        optimizer: Any `torch.optim` class, or a callable `(parameters, lr=lr)` that makes one.
+        copies: Augmented copies of the image per step.
+        threshold: Adapt only if the confidence on the plain image is below this; 1 always adapts.
+        update: Which parameters learn: "encoder+ssl" (as in the authors' code), "encoder" (as in the paper), "norm"
+            (affine parameters of the normalization layers in encoder and classifier) or "all" (encoder and classifier).
+        share: "image" updates on every image separately, "batch" on all images of a call together.
+        statistics: Statistics used by Batch Normalization: "running", updated with the views while learning; "source",
+            those of training; "batch", those of the current batch.
+        optimizer: A `torch.optim` class, or a callable `(parameters, lr=lr)` that returns an optimizer.
         seed: Seed of the augmentations.
-        guard: Undo an update after which the loss on the image is not finite, or has risen by more than this.
+        guard: Undo an update if the loss on the image becomes non-finite or increases by more than this.
         precision: "fp32" is exact; "tf32" and "bf16" are faster on a GPU. Weights and updates are always float32.
-        mirrored: Answer with the mean of the logits of the image and of its mirror image.
-        task: The self-supervised task; None takes the one the network was trained with.
-        augment: What makes the copies; None takes the network's training augmentation.
+        mirrored: Average the logits of the image and its mirror image.
+        task: The self-supervised task; None: the network's.
+        augment: The augmentation of the copies; None: the one the network was trained with.
     """
 
     steps: int
@@ -73,7 +73,7 @@ class Settings:
                 raise ValueError(f"`{name}` must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}.")
 
     def describe(self) -> dict[str, Any]:
-        """The settings as plain text and numbers, for records and for comparing two."""
+        """Return the settings, JSON-serializable."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["optimizer"] = getattr(self.optimizer, "__qualname__", repr(self.optimizer))
         for name in ("task", "augment"):

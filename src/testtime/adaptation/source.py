@@ -1,4 +1,4 @@
-"""The network as it was given: its answers, and what they become by a correction."""
+"""The unadapted network: its predictions, optionally corrected."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from testtime.randomness import Draws
 
 
 class Source:
-    """A network that learns nothing, with an objective's view of the images.
+    """A network that does not learn, observed by a method's objective.
 
     Args:
         net: The network.
-        method: Whose objective and correction.
-        settings: Task, precision, whether answers are mirrored.
-        shape: (C, H, W) of the images to come.
+        method: The method whose objective and correction to use.
+        settings: The settings; task and augmentation must be set.
+        shape: (C, H, W) of the images.
     """
 
     def __init__(self, net: YNet, method: Method, settings: Settings, shape: tuple[int, ...]) -> None:
@@ -37,33 +37,33 @@ class Source:
         example = Draws.of(0, torch.arange(2, device=device)).uniform(*shape)
         self._replicas = Replicas(net, 1, (), example, check_precision(settings.precision))
         self._replicas.use_statistics("batch" if settings.statistics == "batch" else "source")
-        self._objective = method.objective(self._replicas, settings, _at_once)
+        self._objective = method.objective(self._replicas, settings, _run_now)
         self._correction = method.correction
-        small = kernels.tuning(device).observed  # fewer of large images: their features fill the memory
+        small = kernels.tuning(device).observed  # fewer of large images, whose activations need more memory
         self._most = max(1, min(small, small * 1024 // (shape[-2] * shape[-1])))
         self._whole = settings.statistics == "batch"
 
     def predict(self, images: Tensor) -> Prediction:
-        """The answers to images `(N, C, H, W)`; a correction sees all of them together."""
+        """Predict images `(N, C, H, W)`; a correction uses all of them as one batch."""
         if len(images) == 0:
             return self.predict(images.new_zeros(1, *images.shape[1:]))[:0]
         most = len(images) if self._whole else self._most
         observed = run_fitting(most, lambda count: self._observe(images.split(count)))
-        answers = Prediction.unadapted(*(tensor[0] for tensor in observed))
+        prediction = Prediction.unadapted(*(tensor[0] for tensor in observed))
         if self._correction is None:
-            return answers
+            return prediction
         features = run_fitting(most, lambda count: self._embed(images.split(count)))
-        return Prediction(self._correction(answers.logits, features), *_list(answers)[1:])
+        return Prediction(self._correction(prediction.logits, features), *_list_fields(prediction)[1:])
 
     def _observe(self, chunks: tuple[Tensor, ...]) -> Observation:
         parts = [self._objective.observe(chunk[None]) for chunk in chunks]
         return Observation(*(torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True)))
 
     def _embed(self, chunks: tuple[Tensor, ...]) -> Tensor:
-        """What the classifier's last linear layer sees, `(N, D)`."""
+        """Return the inputs of the classifier's last linear layer, `(N, D)`."""
         layers = [m for m in self._replicas.parts["classifier"].modules() if isinstance(m, (Linear, nn.Linear))]
         if not layers:
-            raise ValueError("The classifier has no linear layer, so there are no features in front of it.")
+            raise ValueError("The classifier has no linear layer, whose inputs the correction needs.")
         seen: list[Tensor] = []
         with layers[-1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].flatten(0, -2))):
             for chunk in chunks:
@@ -71,9 +71,9 @@ class Source:
         return torch.cat(seen)
 
 
-def _at_once(function: Callable[..., Any], *arguments: Any) -> Later[Any]:
+def _run_now(function: Callable[..., Any], *arguments: Any) -> Later[Any]:
     return Later(function(*arguments))
 
 
-def _list(answers: Prediction) -> list[Tensor]:
-    return [getattr(answers, name) for name in answers.__dataclass_fields__]
+def _list_fields(prediction: Prediction) -> list[Tensor]:
+    return [getattr(prediction, name) for name in prediction.__dataclass_fields__]

@@ -1,4 +1,4 @@
-"""The state of an adapter, as it is saved: whose it is, what it has counted, and its learner."""
+"""The saved state of an adapter: what it belongs to, its counts, and its learner."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from testtime.networks.ynet import YNet
 from testtime.tensorfile import unpack_text
 
-_LARGEST = 1 << 24  # numbers in an image that a saved state may claim to be for
+_LARGEST = 1 << 24  # maximum values per image of a saved state
 
 
 class Stateful(Protocol):
-    """What an adapter holds between images: a learner, or a store of many replicas."""
+    """The state that persists between images: a learner or a `ReplicaStore`."""
 
     shape: tuple[int, ...]
 
@@ -28,7 +28,7 @@ Held = TypeVar("Held", bound=Stateful)
 
 
 def save_learner(learner: Stateful | None) -> dict[str, Tensor]:
-    """A learner for an adapter's state, as `load_learner` reads it."""
+    """Return the tensors of a learner for an adapter's state; read by `load_learner`."""
     if learner is None:
         return {}
     state = learner.state() | {"shape": torch.tensor(learner.shape, dtype=torch.int64, device="cpu")}
@@ -36,15 +36,15 @@ def save_learner(learner: Stateful | None) -> dict[str, Tensor]:
 
 
 def load_learner(state: Mapping[str, Tensor], net: YNet, make: Callable[[tuple[int, ...]], Held]) -> Held | None:
-    """The learner in an adapter's saved state (its names begin with `learner/`), or None if it had not begun.
+    """Return the learner in an adapter's saved state, or None if there was none yet.
 
     Args:
-        state: The adapter's state.
-        net: The network it starts from.
-        make: Makes a learner for images of a shape (C, H, W).
+        state: The adapter's state; the names of the learner's tensors begin with `learner/`.
+        net: The network to start from.
+        make: Makes a learner for images of shape (C, H, W).
 
     Raises:
-        ValueError: The state does not fit.
+        ValueError: The state does not match.
     """
     learned = {name.removeprefix("learner/"): tensor for name, tensor in state.items() if name.startswith("learner/")}
     if not learned:
@@ -63,26 +63,26 @@ def load_learner(state: Mapping[str, Tensor], net: YNet, make: Callable[[tuple[i
 
 
 def read_counts(state: Mapping[str, Tensor], name: str, number: int) -> list[int]:
-    """So many counts from a saved state, by their name.
+    """Return `number` counts from a saved state.
 
     Raises:
-        ValueError: They are missing or something else.
+        ValueError: They are missing or malformed.
     """
     counts = state.get(name)
     if counts is None or counts.dtype != torch.int64 or counts.shape != (number,) or (counts < 0).any():
-        raise ValueError(f"not an adapter's state: its {name!r} are not {number} integers from 0 on.")
+        raise ValueError(f"not an adapter's state: {name!r} are not {number} integers >= 0.")
     return counts.tolist()
 
 
 def check_state(state: Mapping[str, Tensor], identity: Mapping[str, str]) -> list[int]:
-    """The counts of a saved state: images seen, adapted to and rolled back.
+    """Check a saved state and return its counts: images seen, adapted to and rolled back.
 
     Args:
         state: The state.
-        identity: What it must have in common with the adapter that loads it: adapter, settings, network.
+        identity: Adapter, settings and network, which must match.
 
     Raises:
-        ValueError: It belongs elsewhere, or is damaged.
+        ValueError: The state does not match, or is damaged.
     """
     for key, here in identity.items():
         if key not in state:
@@ -92,7 +92,7 @@ def check_state(state: Mapping[str, Tensor], identity: Mapping[str, str]) -> lis
             raise ValueError(f"the state was saved with another {key}: {there}, here {here}.")
     counts = read_counts(state, "counts", 3)
     if counts[1] + counts[2] > counts[0]:
-        raise ValueError(f"not an adapter's state: it counts more images learned from than seen, {counts}.")
+        raise ValueError(f"not an adapter's state: it counts fewer images seen than learned from, {counts}.")
     for name, tensor in state.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"tensor {name!r} has values that are not finite.")

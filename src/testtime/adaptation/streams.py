@@ -1,4 +1,4 @@
-"""Many online streams at once: cameras, users, test sets, each with a state of its own."""
+"""Many parallel online streams, each with its own state, e.g. one per camera, user or test set."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ from testtime.networks.ynet import YNet
 
 
 class Streams(Adapter):
-    """S online streams of images, stepped together; each is what `Online` would be by itself.
+    """S independent online streams computed in parallel; each is equivalent to an `Online` adapter.
 
-    A call takes at most one image for each stream. A stream that is not in the call stays as it is, bit for bit.
-
-    A call computes the streams that take part, in groups of 1, 4, 16 and so on, and not all of them. There may be many
-    more than can be computed at once: a stream that waits takes the memory of what it has learned, not that of its
-    views on their way through the network.
+    A call takes at most one image per stream. Streams without an image stay unchanged, bit for bit, and cost no time.
+    There may be more streams than can be computed at once: an inactive one needs memory for its parameters only, not
+    for activations.
 
     Args:
         net: The network all streams start from; it is copied.
         count: Number of streams, S.
-        together: At most so many are computed at once; by default as many as are fast, if they fit into the memory.
-        method: What they learn, as for `Online`.
+        together: Maximum number of streams computed at once; by default as many as are efficient and fit in memory.
+        method: A name from `METHODS`, or a custom `Method`.
         **settings: Fields of `Settings`; they override the method's. `share` does not apply.
     """
 
@@ -42,25 +40,25 @@ class Streams(Adapter):
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
         self.count, self._limit = count, together
-        self._streams: Tensor | None = None  # of the call at work; None for all
+        self._streams: Tensor | None = None  # of the current call; None for all
         if settings.setdefault("share", "image") != "image":
             raise ValueError("Streams take one image each, so there is no batch to `share`.")
         super().__init__(net, method, "online", settings)
         if not (is_rowwise(self.settings) and has_rows(self.settings)):
-            raise ValueError("This optimizer's steps or memory mix streams; use SGD, with momentum or without.")
+            raise ValueError("This optimizer's steps or memory mix streams; use SGD, with or without momentum.")
 
     @property
     def together(self) -> int:
-        """How many streams are computed at once; before the first images, the most that may be."""
+        """Number of streams computed at once; an upper bound before the first call."""
         store = self._learned
         return store.together if isinstance(store, ReplicaStore) else min(self.count, self._limit or self.count)
 
     def reset(self, streams: Tensor | None = None) -> None:
-        """Forget everything, or what the given streams, int `(M,)`, learned and counted."""
+        """Reset everything, or the state and sample counters of the given streams, int `(M,)`."""
         with self._lock, torch.inference_mode(False):
             if streams is None:
                 super().reset()
-                # On the network's device, as the counts.
+                # On the network's device, like the counts.
                 self._numbers = torch.zeros(self.count, dtype=torch.int64, device=self.device)
                 return
             self._check_streams(streams, len(streams))
@@ -75,11 +73,11 @@ class Streams(Adapter):
 
         Args:
             images: `(M, C, H, W)`, uint8 or floats in [0, 1].
-            samples: The images' numbers within their streams, `(M,)`; each stream counts its own by default.
-            streams: Which stream each image belongs to, int `(M,)`, no stream twice; by default all S in order.
+            samples: Sample numbers `(M,)` of the images within their streams; counted by default.
+            streams: The stream of each image, int `(M,)`, without duplicates; by default all S in order.
 
         Raises:
-            ValueError: Images, numbers or streams do not fit; nothing was learned.
+            ValueError: Images, sample numbers or streams are invalid; nothing was learned.
         """
         if streams is not None:
             self._check_streams(streams, len(images))
@@ -90,7 +88,7 @@ class Streams(Adapter):
             return super().predict(images, samples)
 
     def network(self, stream: int) -> YNet:
-        """A network with what a stream has learned so far, to save or to use as it is. The stream goes on without it.
+        """Return a copy of the adapted network of a stream, independent of the stream.
 
         Raises:
             ValueError: There is no such stream.
@@ -102,12 +100,12 @@ class Streams(Adapter):
             return copy_network(self._networks[0], store.read(stream) if isinstance(store, ReplicaStore) else {})
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Everything the streams have learned and counted, as tensors by name."""
+        """Return everything the streams have learned and counted, as tensors by name."""
         with self._lock:
             return {"numbers": self._numbers.to("cpu", copy=True)} | super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Continue from a state that `state_dict` gave, bit for bit; raises as `Adapter.load_state_dict`."""
+        """Continue from a state returned by `state_dict`, bit for bit; raises like `Adapter.load_state_dict`."""
         check_state(state_dict, self._identify())
         numbers = read_counts(state_dict, "numbers", self.count)
         with self._lock, torch.inference_mode(False):
@@ -124,18 +122,18 @@ class Streams(Adapter):
         numbers, store = self._numbers, self._learned
         undo = store.remember(self._streams) if isinstance(store, ReplicaStore) else None
 
-        def bring_back() -> None:
+        def restore() -> None:
             self._numbers, self._learned = numbers, store
             if undo is not None:
                 undo()
 
-        return bring_back
+        return restore
 
     def _number(self, images: Tensor) -> Tensor:
         return self._numbers[self._chosen()]
 
     def _chosen(self) -> slice | Tensor:
-        """The streams of the call at work."""
+        """Return an index of the streams of the current call."""
         return slice(None) if self._streams is None else self._streams
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
@@ -152,9 +150,9 @@ class Streams(Adapter):
                 store = self._make_learner(shape, together)
                 if self._learned is not None:
                     store.load(self._learned.state())
-            answers = store.predict(images, samples, self._streams)
-            self._learned = store  # not before: what was learned must outlive a try that fails
-            return answers
+            prediction = store.predict(images, samples, self._streams)
+            self._learned = store  # only now, so that a failed attempt loses nothing
+            return prediction
 
         store = self._learned
         return run_fitting(store.together if isinstance(store, ReplicaStore) else self._most(shape), attempt)

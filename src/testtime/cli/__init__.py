@@ -1,9 +1,9 @@
-"""The command line: arguments in, library calls, results out. No logic lives here.
+"""The command line: parses arguments, calls the library, prints results.
 
-One file a command; commands.py puts them together, options.py has the options they share. A command imports what it
-needs inside its function, so that help and bad arguments are answered before torch is imported, and one command works
-where another's extras are missing. Exceptions pass through a command: `run` turns them into one line on standard error
-and an exit code (2 for bad arguments, 1 for failures, 130 for Ctrl-C); `TESTTIME_DEBUG=1` shows the stack instead.
+One file per command; commands.py assembles them, options.py has shared options. Commands import inside their functions,
+so that help and argument errors do not wait for torch, and a command works without the extras of the others. `run`
+converts exceptions to one line on standard error and an exit code (2 for bad arguments, 1 for failures, 130 for
+Ctrl-C); with `TESTTIME_DEBUG=1` the traceback is shown instead.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ __all__ = ["main", "run"]
 
 
 def main() -> None:
-    """Run the command line; ends the process with the exit code."""
+    """Run the command line and exit."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # Windows may write cp1252, which has no arrow
+            stream.reconfigure(errors="replace")  # cp1252 on Windows lacks some characters
     run_process(lambda: run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command; report what went wrong, if anything, in one line.
+    """Run one command; errors are reported in one line.
 
     Args:
-        arguments: The words after the program's name.
+        arguments: The command-line arguments, without the program name.
 
     Returns:
         The exit code.
@@ -41,7 +41,7 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return report_interrupt()
     except BrokenPipeError:
-        # The reader of the output went away; Python must not try to flush into the closed pipe at exit.
+        # The reader closed the pipe; Python must not flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -68,7 +68,7 @@ def _call(arguments: list[str]) -> int:
 def _report_error(error: Exception) -> int:
     from testtime.storage import printable
 
-    usage = getattr(error, "format_message", None)  # typer's exceptions for bad arguments have it
+    usage = getattr(error, "format_message", None)  # of typer's exceptions for bad arguments
     text, context = usage() if usage is not None else str(error), getattr(error, "ctx", None)
     hint = f" (see {context.command_path} --help)" if context is not None else ""
     print(f"error: {printable(text or type(error).__name__)}{hint}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What the commands share: errors that count as bad arguments, output, progress, the choice of a device."""
+"""Shared by the commands: argument errors, output, progress, the choice of a device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from testtime.storage import printable
 if TYPE_CHECKING:
     from testtime.networks import YNet
 
-# Options for where and how something is run, which do not change what is run.
+# Options that do not affect the results.
 _MACHINE = ("out", "device", "jobs", "ray", "together", "cache", "data_root")
 
 
 def name_folder(command: str, options: Mapping[str, Any]) -> Path:
-    """The default folder of a run. The same options give the same folder, so that the run is resumed there."""
+    """Return the default folder of a run; it depends on the options only, so that repeating a command resumes."""
     given = {name: str(value) for name, value in options.items() if name not in _MACHINE and value is not None}
     digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
     return Path("runs", f"{command}-{digest[:8]}")
@@ -34,10 +34,10 @@ def name_folder(command: str, options: Mapping[str, Any]) -> Path:
 
 @contextlib.contextmanager
 def as_bad_arguments(*passing: type[Exception]) -> Iterator[None]:
-    """Turn a `ValueError` raised while arguments are checked into a bad argument: exit code 2.
+    """Convert a `ValueError` to a usage error, exit code 2.
 
     Args:
-        *passing: Subclasses of `ValueError` that are not the arguments' fault, such as `DataError`.
+        *passing: Subclasses of `ValueError` to let through, e.g. `DataError`.
     """
     try:
         yield
@@ -48,15 +48,15 @@ def as_bad_arguments(*passing: type[Exception]) -> Iterator[None]:
 
 
 def format_command(context: typer.Context) -> str:
-    """The command line as it was given, for records."""
+    """Return the command line, for records."""
     return shlex.join(["testtime", *context.obj])
 
 
 def echo(*lines: str, err: bool = False) -> None:
-    """Print lines; control characters, line breaks among them, are escaped.
+    """Print lines; control characters, including line breaks, are escaped.
 
     Args:
-        *lines: The lines. Runs of spaces are preserved, so that columns stay aligned.
+        *lines: The lines. Runs of spaces are preserved.
         err: Whether to print to standard error.
     """
     for line in lines:
@@ -64,18 +64,18 @@ def echo(*lines: str, err: bool = False) -> None:
 
 
 def report_skipped(lines: Iterable[str]) -> None:
-    """Print a line for each file that was left out because it cannot be read."""
+    """Print a line for each unreadable file that was left out."""
     for line in dict.fromkeys(lines):
         echo(f"left out: {line}", err=True)
 
 
 @contextlib.contextmanager
 def progress(title: str, every: float = 10.0) -> Iterator[Progress]:
-    """Show on standard error how much is done, the rate, and the time left: a live bar, or plain lines in a pipe.
+    """Show progress, rate and remaining time on standard error: a progress bar, or lines if it is not a terminal.
 
     Args:
-        title: What is being done.
-        every: Seconds between two lines in a pipe.
+        title: The title.
+        every: Seconds between lines.
     """
     title = printable(title)
     if sys.stderr.isatty():
@@ -116,7 +116,7 @@ def progress(title: str, every: float = 10.0) -> Iterator[Progress]:
 
 
 class _Clock:
-    """Rate and time left since the first call: a resumed run does not start at zero. Another total restarts it."""
+    """Rate and remaining time since the first call, which may not be at zero in a resumed run; a new total restarts."""
 
     def __init__(self) -> None:
         self.first: tuple[float, int] | None = None
@@ -141,7 +141,7 @@ def _duration(seconds: float) -> str:
 
 
 def pick_device(name: str) -> str:
-    """The device of a `--device` option; one that cannot be used is a bad argument."""
+    """Return the device of a `--device` option; one that cannot be used is a usage error."""
     import torch
 
     if name == "auto":
@@ -155,12 +155,12 @@ def pick_device(name: str) -> str:
 
 
 def load_network(checkpoint: str | None, device: str) -> tuple[str, YNet]:
-    """The network of a `--checkpoint` option on a device, and its name; without one, the default bundled network."""
+    """Load the network of a `--checkpoint` option, by default a bundled one; returns its name and the network."""
     from testtime.evaluation.predict_files import default_network
     from testtime.networks import load
 
     name = checkpoint or default_network()
     net = load(name).to(device)
     if checkpoint is None:
-        echo(f"network: {name} (another one: --checkpoint)", err=True)
+        echo(f"network: {name} (choose another with --checkpoint)", err=True)
     return name, net

@@ -11,14 +11,14 @@ from testtime.cli.console import echo
 from testtime.cli.options import Runs
 
 StudyFile = Annotated[Path, Argument(help="Output of testtime gradients.", show_default=False)]
-Out = Annotated[Path, Option(help="Folder for the figures and numbers.")]
+Out = Annotated[Path, Option(help="Folder for the figures and data.")]
 Seed = Annotated[int, Option(help="Seed of the confidence intervals.")]
 
 
 def correlate(study: StudyFile, runs: Runs, out: Out = Path("correlation"), seed: Seed = 0) -> None:
     """Correlate gradient correlation with the improvement in error (paper, figure 4).
 
-    OUT/correlation.json has every point and fit; the figures are SVG and PNG.
+    OUT/correlation.json has all points and fits; the figures are SVG and PNG.
 
     Example:
       testtime correlate gradients.json runs/cifar-c --out correlation

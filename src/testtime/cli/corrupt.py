@@ -13,7 +13,7 @@ from testtime.cli.options import Device
 
 Source = Annotated[Path, Argument(metavar="IN", help="Image, folder, or data set.", show_default=False)]
 Destination = Annotated[Path, Argument(metavar="OUT", help="File or folder to write.", show_default=False)]
-Name = Annotated[str | None, Option(help="Corruption, such as fog.", show_default=False)]
+Name = Annotated[str | None, Option(help="Corruption, e.g. fog.", show_default=False)]
 Severity = Annotated[int, Option(min=1, max=5, help="Severity level.")]
 IsWhole = Annotated[
     bool, Option("--all", help="All 15 corruptions at all 5 levels, in the layout of CIFAR-10-C or ImageNet-C.")
@@ -22,7 +22,7 @@ IsGallery = Annotated[bool, Option("--gallery", help="One PNG with every corrupt
 Seed = Annotated[int, Option(help="Seed of the random draws.")]
 Frost = Annotated[Path | None, Option(help="Folder with the photographs frost1 to frost5.", show_default="procedural")]
 Scale = Annotated[
-    Literal["auto", "cifar", "imagenet"], Option(help="Severity parameters; auto goes by the image size.")
+    Literal["auto", "cifar", "imagenet"], Option(help="Severity parameters; auto chooses by the image size.")
 ]
 
 
@@ -41,7 +41,7 @@ def corrupt(
     """Corrupt an image, a folder of images, or a whole data set.
 
     OUT has the same subfolders as IN. With --all, IN is the folder of CIFAR-10
-    or a folder of images such as ImageNet's validation set. Run the same
+    or a folder of images, e.g. ImageNet's validation set. Run the same
     command again to resume after an interruption.
 
     Examples:

@@ -12,15 +12,15 @@ from testtime.cli.options import DataRoot, Device, OnBadImage
 
 app = typer.Typer(help="List, download, pack and check data sets.", no_args_is_help=True)
 
-ToGet = Annotated[str, Argument(help="cifar10, cifar10-c or cifar10.1.")]
-ToPack = Annotated[list[str], Argument(metavar="NAME", help="imagenet, imagenet-c, or a part such as imagenet-c/*/5.")]
-ToCheck = Annotated[str, Argument(help="A data set, a part of one such as imagenet-c/fog/5, or packed.")]
+ToGet = Annotated[str, Argument(help="cifar10, cifar10-c, cifar10.1, cifar100 or cifar100-c.")]
+ToPack = Annotated[list[str], Argument(metavar="NAME", help="imagenet, imagenet-c, or a part, e.g. imagenet-c/*/5.")]
+ToCheck = Annotated[str, Argument(help="A data set, a part of one, e.g. imagenet-c/fog/5, or packed.")]
 Size = Annotated[int, Option(min=8, help="Size of the images, the network's input size.")]
 
 
 @app.command("list")
 def list_data(data_root: DataRoot = None) -> None:
-    """List the known data sets: what they are, where they are, and whether they are complete."""
+    """List the known data sets with their location and state."""
     from testtime import data
 
     for found in data.describe_all(data_root):
@@ -40,8 +40,8 @@ def get_data(name: ToGet, data_root: DataRoot = None) -> None:
     with as_bad_arguments():
         remotes(name, data_root)
     with progress(f"bytes of {name}") as report:
-        place = data.get(name, data_root, report)
-    echo(f"{name} is in {place}")
+        folder = data.get(name, data_root, report)
+    echo(f"{name} is in {folder}")
 
 
 @app.command("pack")
@@ -52,10 +52,10 @@ def pack_data(
     data_root: DataRoot = None,
     device: Device = "auto",
 ) -> None:
-    """Decode or generate sets of photographs once, into files that every run reads.
+    """Decode or generate sets of photographs once, into files that runs read directly.
 
-    Run the same command again to resume after an interruption. Where the official
-    ImageNet-C is missing, its images are generated from the validation set.
+    Run the same command again to resume after an interruption. If the official
+    ImageNet-C is missing, it is generated from the validation set.
 
     Example:
       testtime data pack imagenet "imagenet-c/*/5"
@@ -63,15 +63,15 @@ def pack_data(
     from testtime import data
 
     with as_bad_arguments(data.DataError), progress("pack") as report:
-        place = pick_device(device)
-        packed = data.pack_all(names, data_root, size=size, on_bad=on_bad_image, device=place, progress=report)
+        picked = pick_device(device)
+        packed = data.pack_all(names, data_root, size=size, on_bad=on_bad_image, device=picked, progress=report)
     report_skipped(line for one in packed for line in one.skipped)
     echo(f"{len(packed)} sets are in {data.data_root(data_root) / 'packed'}")
 
 
 @app.command("check")
 def check_data(name: ToCheck, data_root: DataRoot = None) -> None:
-    """Read a whole data set and report every fault; the exit code is 1 if there are any."""
+    """Read a whole data set and report all faults; the exit code is 1 if there are any."""
     from testtime import data
 
     with as_bad_arguments(), progress(f"checking {name}") as report:

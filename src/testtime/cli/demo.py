@@ -9,18 +9,18 @@ from typer import Option
 
 from testtime.cli.console import echo, progress
 
-Out = Annotated[Path, Option(help="Folder for the page and its numbers.")]
+Out = Annotated[Path, Option(help="Folder for the page and its data.")]
 Epochs = Annotated[int | None, Option(min=1, help="Number of training epochs.", show_default="25; quick 3")]
-Seed = Annotated[int, Option(help="Seed of everything.")]
-IsQuick = Annotated[bool, Option("--quick", help="A rough version in seconds.")]
+Seed = Annotated[int, Option(help="Random seed.")]
+IsQuick = Annotated[bool, Option("--quick", help="A rough version that takes seconds.")]
 
 
 def demo(out: Out = Path("demo"), epochs: Epochs = None, seed: Seed = 0, quick: IsQuick = False) -> None:
     """Train on the bundled digits, shift the test digits, adapt, and write a page.
 
-    No download and no GPU needed; it takes one to two minutes on two cores.
-    OUT/index.html is the page, OUT/network.safetensors the network, OUT/run the
-    records of every digit and OUT/summary.json their summary. Run the same
+    Needs no download and no GPU, and takes one to two minutes on two cores.
+    OUT/index.html is the page, OUT/network.safetensors the network, OUT/run has
+    a record of every digit, and OUT/summary.json the summary. Run the same
     command again to resume after an interruption.
 
     Example:

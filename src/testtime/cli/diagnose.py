@@ -21,7 +21,7 @@ from testtime.cli.console import (
 from testtime.cli.options import Checkpoint, DataRoot, Device, Json, OnBadImage
 
 Data = Annotated[
-    list[str], Option(help="A folder of images, or sets such as digits-c/contrast/5 or digits-c/*/5. May be repeated.")
+    list[str], Option(help="A folder of images, or sets, e.g. digits-c/contrast/5 or digits-c/*/5. May be repeated.")
 ]
 ReferenceData = Annotated[
     str | None,
@@ -56,12 +56,12 @@ def diagnose(
     data_root: DataRoot = None,
     device: Device = "auto",
 ) -> None:
-    """Estimate whether adaptation helps on some images; no labels needed.
+    """Estimate, without labels, whether adaptation helps on a set of images.
 
-    The rotation task is compared with the training data and checked for what
-    makes it trivial or ill-defined, the gradients of the two tasks are
-    compared, and a short stream is tried. With labels, the true agreement of
-    the gradients and the gain along the stream are reported as well.
+    Compares the rotation task with the training data, checks whether it is
+    trivial or ill-defined, compares the gradients of the two tasks, and runs a
+    short trial stream. With labels, it also reports the true agreement of the
+    gradients and the improvement on the stream.
 
     Examples:
       testtime diagnose --data photos/ -c runs/photos/network.safetensors

@@ -72,7 +72,7 @@ Threshold = Annotated[
     list[str] | None,
     Option(
         help="Adapt only where the confidence of the self-supervised task is below this, "
-        f"or to a share of the images such as 20%{_EACH}",
+        f"or on a fraction of the images, e.g. 20%{_EACH}",
         show_default="1",
         rich_help_panel=METHOD,
     ),
@@ -80,16 +80,14 @@ Threshold = Annotated[
 Precision = Annotated[
     list[str] | None,
     Option(
-        help=f"Arithmetic of learning: fp32, tf32 or bf16{_EACH}",
+        help=f"Arithmetic precision: fp32, tf32 or bf16{_EACH}",
         show_default="the study's, else fp32",
         rich_help_panel=METHOD,
     ),
 ]
 Together = Annotated[
     int | None,
-    Option(
-        min=1, help="Maximum number of online streams in a batch.", show_default="what fits", rich_help_panel=MACHINE
-    ),
+    Option(min=1, help="Maximum number of parallel online streams.", show_default="what fits", rich_help_panel=MACHINE),
 ]
 Jobs = Annotated[
     int, Option(min=1, help="Units that run concurrently on a CPU, one thread each.", rich_help_panel=MACHINE)
@@ -110,9 +108,9 @@ class EvaluateCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         whole: list[str] = []
-        for place, word in enumerate(args):
+        for index, word in enumerate(args):
             whole.append(word)
-            if word == "--ray" and (place + 1 == len(args) or args[place + 1].startswith("-")):
+            if word == "--ray" and (index + 1 == len(args) or args[index + 1].startswith("-")):
                 whole.append("local")
         return super().parse_args(ctx, whole)
 
@@ -146,9 +144,9 @@ def evaluate(
 ) -> None:
     """Evaluate methods on test sets and store a record of every image.
 
-    Each method, set and seed is one file under OUT, written when it is
-    finished. Run the same command again to resume after an interruption:
-    only what is missing is run.
+    OUT has a file for each method, set and seed, written when it is finished.
+    Run the same command again to resume after an interruption: finished units
+    are not repeated.
 
     Examples:
       testtime eval -c net.safetensors --data digits-c --levels 5
@@ -164,7 +162,7 @@ def evaluate(
     from testtime import evaluation
     from testtime.data import DataError
 
-    place = pick_device(device)
+    picked = pick_device(device)
     out = out or name_folder("eval", context.params)
     networks: dict[str, Any] = {"checkpoint": checkpoint, "baseline": baseline, "networks": files}
     sets: dict[str, Any] = {"data": data, "levels": levels, "corruptions": corruptions, "original": original}
@@ -174,14 +172,14 @@ def evaluate(
     reading: dict[str, Any] = {"data_root": data_root, "on_bad_image": on_bad_image}
     with as_bad_arguments(DataError):
         plan = evaluation.make_plan(matrix, methods=methods, **networks, **sets, **order, **reading, **settings)
-    machine: dict[str, Any] = {"device": place, "together": together, "jobs": jobs, "ray": ray}
+    machine: dict[str, Any] = {"device": picked, "together": together, "jobs": jobs, "ray": ray}
     with progress("views") as report:
         run = evaluation.run_plan(plan, out, command=format_command(context), progress=report, **machine)
     echo(*evaluation.format_run(run).split("\n"), f"{out}: {len(run.units)} units")
 
 
 def _parse_networks(texts: list[str]) -> dict[str, str]:
-    """Files by name from texts NAME=FILE."""
+    """Parse NAME=FILE arguments."""
     files: dict[str, str] = {}
     for text in texts:
         name, equals, file = text.partition("=")

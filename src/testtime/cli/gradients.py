@@ -17,7 +17,7 @@ Data = Annotated[list[str], Option(help="Test sets: cifar10-c, digits-c/*/5, a f
 Out = Annotated[Path, Option(help="JSON file; an unfinished study in it is resumed.")]
 Batch = Annotated[int, Option(min=1, help="Batch size.")]
 Single = Annotated[int, Option(min=0, help="Number of images whose gradients are also compared one by one.")]
-Confident = Annotated[float, Option(min=0, max=1, help="Confidence from which a prediction stands in for the label.")]
+Confident = Annotated[float, Option(min=0, max=1, help="Minimum confidence of a prediction used as pseudo-label.")]
 Precision = Annotated[Literal["fp32", "tf32"], Option(help="fp32 is exact; tf32 is faster on a GPU.")]
 
 
@@ -37,7 +37,7 @@ def gradients(
 
     OUT is written after every set. Run the same command again to resume after
     an interruption: only the missing sets are measured. testtime correlate
-    compares the file with the improvement of evaluation runs.
+    relates the results to the improvement of evaluation runs.
 
     Example:
       testtime gradients -c net.safetensors --data cifar10-c --out gradients.json

@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and what Ctrl-C does."""
+"""Exit codes and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ INTERRUPTED = 130  # the exit code of Ctrl-C
 
 
 def run_process(command: Callable[[], int]) -> NoReturn:
-    """Run a command and end the process with the exit code that it returns.
+    """Run a command and exit with the code that it returns.
 
-    The first Ctrl-C raises `KeyboardInterrupt`; a second one, while the command is still stopping, ends the process at
-    once. So does the first one inside an import: native code that is being imported may swallow the exception or abort.
+    The first Ctrl-C raises `KeyboardInterrupt`, a second one exits immediately. So does the first one during an import,
+    since native code may swallow the exception or abort.
 
-    After Ctrl-C the interpreter does not finalize. The interrupt may strike where a pool is starting a thread, which is
-    then never joined, and which finalization would stop inside torch; that aborts the process. Files are written whole
-    or not at all, so nothing is lost.
+    After Ctrl-C the interpreter is not finalized: a pool may have been interrupted while starting a thread, which is
+    then never joined, and finalization would abort the process if it stopped that thread inside torch. Files are
+    written atomically, so nothing is lost.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where Ctrl-C is ignored, as under nohup
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if Ctrl-C is ignored, e.g. by nohup
         signal.signal(signal.SIGINT, _interrupt)
     code = command()
     if code != INTERRUPTED:
         sys.exit(code)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the reader of the output went away
+        with contextlib.suppress(OSError):  # the reader closed the pipe
             stream.flush()
     os._exit(code)
 
@@ -52,7 +52,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 def _end(*_: object) -> NoReturn:
     with contextlib.suppress(OSError):
-        os.write(2, b"stopped\n")  # `print` may have been interrupted itself
+        os.write(2, b"stopped\n")  # `print` itself may have been interrupted
     os._exit(INTERRUPTED)
 
 
@@ -63,9 +63,9 @@ def report_interrupt() -> int:
 
 
 def was_interrupted(error: BaseException) -> bool:
-    """Whether an error is Ctrl-C or was caused by it: inside a lock or a queue it surfaces as another exception.
+    """Return whether an error is Ctrl-C or was caused by it: locks and queues may convert it to another exception.
 
-    A disk that fails while a command is stopping remains an error of its own.
+    An `OSError` is never attributed to Ctrl-C.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):

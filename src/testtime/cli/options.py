@@ -28,7 +28,7 @@ Json = Annotated[bool, Option("--json", help="Print one JSON document.")]
 Limit = Annotated[int | None, Option(min=1, help="Use at most this many images of each set.", show_default="all")]
 OnBadImage = Annotated[
     Literal["fail", "skip"],
-    Option(help="An image file that cannot be read: stop before the work starts, or leave it out and report it."),
+    Option(help="Unreadable image files: fail before the work starts, or leave them out and report them."),
 ]
 Runs = Annotated[
     list[Path], Argument(metavar="RUN", help="Folders of runs, or their summary.json.", show_default=False)

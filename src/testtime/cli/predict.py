@@ -16,10 +16,10 @@ from testtime.cli.options import METHOD, Checkpoint, Device, Json
 if TYPE_CHECKING:
     from testtime.data import DataError
 
-_TOGETHER = 16  # images in a call, for methods that learn from batches and for GPUs
+_TOGETHER = 16  # images per call on GPUs and for methods that need batches
 
 Images = Annotated[list[Path], Argument(help="Image files, or folders of them.", show_default=False)]
-IsOnline = Annotated[bool, Option("--online", help="Carry over what was learned from one image to the next.")]
+IsOnline = Annotated[bool, Option("--online", help="Carry the adapted network over to the next image.")]
 MethodName = Annotated[
     Literal["ttt", "best", "tent", "cotta", "lame"] | None,
     Option(help="Adaptation method; implies --online.", show_default="ttt", rich_help_panel=METHOD),
@@ -57,12 +57,12 @@ def predict(
     as_json: Json = False,
     device: Device = "auto",
 ) -> None:
-    """Classify images, before and after the network has adapted to each.
+    """Classify images before and after adaptation.
 
-    An image's central square is resized to the network's input size. The last
-    column is the change, by adaptation, of the probability of the class that
-    is predicted after it. An image file that cannot be read is reported and
-    left out; the exit code is then 1.
+    The central square of an image is resized to the network's input size. The
+    last column is the change in probability of the class predicted after
+    adaptation. Unreadable image files are reported and left out; the exit code
+    is then 1.
 
     Examples:
       testtime predict cat.jpg
@@ -76,11 +76,11 @@ def predict(
     from testtime.evaluation import predict_files
     from testtime.kernels import tuning
 
-    place, online = pick_device(device), online or method is not None
+    picked, online = pick_device(device), online or method is not None
     pictures = predict_files.find_pictures(images)
-    name, net = load_network(checkpoint, place)
+    name, net = load_network(checkpoint, picked)
     batched = method is not None and "batch" in METHODS[method].needs
-    together = _TOGETHER if batched or (tuning(torch.device(place)).waits and not online) else 1
+    together = _TOGETHER if batched or (tuning(torch.device(picked)).waits and not online) else 1
     settings: dict[str, Any] = {"steps": steps, "lr": lr, "copies": copies, "threshold": threshold, "seed": seed}
     with as_bad_arguments():
         adapter = predict_files.prepare_adapter(net, online, together, method=method, **settings)

@@ -32,12 +32,12 @@ def report(
     data_root: DataRoot = None,
     diagnosis: DiagnosisFile = None,
 ) -> None:
-    """Make tables, figures and a page from evaluation runs.
+    """Generate tables, figures and a page from evaluation runs.
 
     Several runs or seeds of one method are repetitions. OUT/index.html is the
     page; tables.md, tables.tex and tables.csv have its numbers, figures/ its
-    figures as SVG and PNG. summary.json is the runs without their records: a
-    RUN that gives the same tables again. Sample images need the data sets.
+    figures as SVG and PNG. summary.json has the runs without their records; it
+    can be used as RUN for the same tables. Sample images need the data sets.
 
     Examples:
       testtime report runs/digits-c
@@ -63,12 +63,12 @@ def report(
             paper=paper,
             seed=seed,
             root=data_root,
-            words=sections,
+            sections=sections,
             command=format_command(context),
             progress=show,
         )
     console = Console()
     for table in terminal(results, measure, paper, console.width):
         console.print(table)
-    place = out / "index.html" if "html" in chosen else out
-    echo(*explain(results, measure), *results.notes, f"{place}: written")
+    written = out / "index.html" if "html" in chosen else out
+    echo(*explain(results, measure), *results.notes, f"{written}: written")

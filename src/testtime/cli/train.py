@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 from typer import Option
 
-from testtime.checks import show
+from testtime.checks import format_value
 from testtime.cli.console import as_bad_arguments, echo, name_folder, pick_device, progress, report_skipped
 from testtime.cli.options import MACHINE, NETWORK, RECIPE, DataRoot, Device, OnBadImage
 from testtime.progress import Progress
@@ -18,7 +18,7 @@ from testtime.progress import Progress
 if TYPE_CHECKING:
     from testtime.data import TestSet
 
-_SEEDS = 1000  # the most of a range: each is a network
+_SEEDS = 1000  # maximum length of a range; each seed is a network
 
 Out = Annotated[
     Path | None,
@@ -27,21 +27,19 @@ Out = Annotated[
         show_default="runs/train-…, named by a hash of the options",
     ),
 ]
-Data = Annotated[str, Option(help="digits (bundled), cifar10, imagenet, or a folder with one subfolder per class.")]
+Data = Annotated[str, Option(help="digits (bundled), cifar10, cifar100, imagenet, or a folder of class folders.")]
 TrainingMethod = Annotated[
     Literal["joint", "plain", "alp", "uda"],
     Option(
-        help="joint: classes and rotations, which later adaptation needs; plain: classes only; "
-        "alp: adversarial logit pairing; uda: joint, and rotations of --target."
+        help="joint: classes and rotations, required for adaptation; plain: classes only; "
+        "alp: adversarial logit pairing; uda: joint, with rotations of --target."
     ),
 ]
-Target = Annotated[
-    str | None, Option(help="Unlabelled target set of uda, such as cifar10-c/fog/5.", show_default=False)
-]
+Target = Annotated[str | None, Option(help="Unlabelled target set of uda, e.g. cifar10-c/fog/5.", show_default=False)]
 Targets = Annotated[
     str | None,
     Option(
-        help="Several target sets, one network for each in OUT/SET: names or patterns, as 'cifar10-c/*/5,cifar10'.",
+        help="Several target sets, one network for each in OUT/SET: names or patterns, e.g. 'cifar10-c/*/5,cifar10'.",
         show_default=False,
     ),
 ]
@@ -108,7 +106,7 @@ Seed = Annotated[int, Option(help="Seed of weights, order and augmentation.", ri
 Seeds = Annotated[
     str | None,
     Option(
-        help="Several seeds, such as 0-2 or 0,3; one network for each in OUT/seed-N.",
+        help="Several seeds, e.g. 0-2 or 0,3; one network for each in OUT/seed-N.",
         show_default=False,
         rich_help_panel=RECIPE,
     ),
@@ -161,9 +159,9 @@ def train(
     """Train a network.
 
     Run the same command again to resume after an interruption, bit for bit.
-    OUT/network.safetensors is the result; OUT/record.json has loss and error
-    by epoch. Several seeds or targets are trained together, which on a GPU is
-    faster than one after another, each into a folder of its own.
+    OUT/network.safetensors is the result; OUT/record.json has the loss and
+    error of each epoch. Several seeds or targets are trained together, which is
+    faster on a GPU than separate runs; each has its own folder.
 
     Examples:
       testtime train --data digits --out runs/digits
@@ -183,7 +181,7 @@ def train(
     architecture: dict[str, Any] = {"depth": depth, "norm": norm, "size": size, "area": crop_area, "start": start}
     reading: dict[str, Any] = {"root": data_root, "limit": limit, "cache": cache, "on_bad": on_bad_image}
     changes: dict[str, Any] = {"lr": lr, "batch": batch, "weight_decay": weight_decay, "rotations": rotations}
-    with training.process_group(pick_device(device)) as place:
+    with training.process_group(pick_device(device)) as local:
         first = training.is_first()
         with as_bad_arguments(DataError, CheckpointError), _progress("decode", first) as report:
             reading |= {"spare": jobs[0].target is None, "progress": report}
@@ -192,7 +190,7 @@ def train(
             recipe = setup.recipe.change(epochs, method=method, precision=precision, **changes)
         if first:
             report_skipped(setup.skipped)
-        nets = [setup.build(job.seed).to(place) for job in jobs]
+        nets = [setup.build(job.seed).to(local) for job in jobs]
         each: dict[str, Any] = {"seeds": [job.seed for job in jobs], "folders": [job.folder for job in jobs]}
         with _progress("train", first) as report:
             training.train_together(
@@ -215,7 +213,7 @@ def _check_combination(context: typer.Context) -> None:
     given = context.params
     one, several = given["target"] is not None, given["targets"] is not None
     if one + several != (given["method"] == "uda"):
-        raise typer.BadParameter("uda needs --target or --targets, and only uda takes one.", param_hint="--target")
+        raise typer.BadParameter("uda requires --target or --targets; only uda accepts them.", param_hint="--target")
     if given["seeds"] is None:
         return
     if several:
@@ -236,19 +234,19 @@ def _list_jobs(out: Path, seed: int, seeds: str | None, target: str | None, targ
 
 
 def _parse_seeds(text: str) -> list[int]:
-    """Seeds from a text such as 0-2 or 0,3."""
+    """Parse seeds, e.g. 0-2 or 0,3."""
     seeds: list[int] = []
     for word in text.split(","):
         low, _, high = word.strip().partition("-")
         ends = [low, high or low]
         if not all(end.isdecimal() and len(end) < 19 for end in ends) or not 0 <= int(ends[1]) - int(low) < _SEEDS:
-            raise ValueError(f"`seeds` must be such as 0-2 or 0,3; got {show(text)}.")
+            raise ValueError(f"`seeds` must be a range or a list, e.g. 0-2 or 0,3; got {format_value(text)}.")
         seeds.extend(range(int(low), int(ends[1]) + 1))
     return list(dict.fromkeys(seeds))
 
 
 def _open_targets(jobs: list[_Job], root: Path | None, side: int) -> list[TestSet] | None:
-    """The target set of each job, its images as large as the training images; None without targets."""
+    """Open the target set of each job, resized to the training images; None without targets."""
     from testtime import data
     from testtime.data import families
 
@@ -261,5 +259,5 @@ def _open_targets(jobs: list[_Job], root: Path | None, side: int) -> list[TestSe
 
 
 def _progress(title: str, first: bool) -> AbstractContextManager[Progress | None]:
-    """Progress is shown by the first process alone."""
+    """Show progress in the first process only."""
     return progress(title) if first else contextlib.nullcontext()

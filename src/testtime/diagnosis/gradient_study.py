@@ -31,7 +31,7 @@ from testtime.networks.ynet import YNet
 from testtime.precision import Precision
 from testtime.progress import Progress, read_ahead
 from testtime.provenance import describe_machine, find_differences
-from testtime.storage import FileError, read_json, write_whole
+from testtime.storage import FileError, read_json, write_atomic
 
 _READ = 1000
 _FORMAT = 2  # format 1 had no `balance`
@@ -92,6 +92,8 @@ def open_for(
     if card.size is not None and (is_folder or families.find(data).sized):
         options["size"] = card.size
     if not is_folder:
+        if families.find(data).is_subset and card.classes:
+            options["classes"] = card.classes
         return datasets.open(data, root, **options)
     folder = Path(data).expanduser()
     options |= {"on_bad": on_bad, "progress": progress}
@@ -187,7 +189,7 @@ def run_study(
         seconds = time.perf_counter() - begin
         about = {"name": name, "fingerprint": fingerprints[name], "seconds": round(seconds, 3)}
         study["sets"][name] = found.describe() | about
-        write_whole(path, json.dumps(study, indent=1, allow_nan=False) + "\n")
+        write_atomic(path, json.dumps(study, indent=1, allow_nan=False) + "\n")
         if progress is not None:
             text = f"{format_correlation(found)}  {seconds:.1f} s"
             progress(len(sets) - len(missing) + done, len(sets), text)

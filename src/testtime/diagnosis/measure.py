@@ -33,6 +33,7 @@ from testtime.adaptation.adapters import Online
 from testtime.adaptation.guard import gate
 from testtime.adaptation.prediction import Prediction
 from testtime.augment import CropFlip
+from testtime.data import families
 from testtime.data.sets import DataError, TestSet
 from testtime.diagnosis.correlation import (
     BALANCE,
@@ -266,10 +267,9 @@ def find_reference(
     for key in ("configuration", "data", "name"):
         trained_on = trained_on.get(key) if isinstance(trained_on, dict) else None
     if isinstance(trained_on, str):
-        options: dict[str, Any] = (
-            {"size": net.card.size} if net.card.size is not None and trained_on != "cifar10" else {}
-        )
         with contextlib.suppress(DataError, ValueError):  # not available here
+            sized = net.card.size is not None and families.find(trained_on).sized
+            options: dict[str, Any] = {"size": net.card.size} if sized else {}
             # Held-out images: the loss on training images would be too low.
             found = datasets.open(trained_on, root, **options)
             return measure_reference(net, found, limit, f"{trained_on}, test images")

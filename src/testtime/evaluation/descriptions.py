@@ -8,6 +8,7 @@ from testtime.checks import (
     Kind,
     check_entries,
     check_table,
+    format_value,
     is_flag,
     is_integer,
     is_list_of,
@@ -15,7 +16,6 @@ from testtime.checks import (
     is_table,
     is_table_of,
     is_text,
-    show,
 )
 
 COUNTED = ("images", "labelled", "is_right", "was_right", "adapted", "rolled_back")
@@ -76,7 +76,7 @@ def check_unit(about: Any) -> None:
     check_entries(about, _UNIT, [name for name in _UNIT if name != "threshold"])
     check_entries(about["counts"], {}, COUNTED)
     if (about["corruption"], about["level"]) != read_shift(about["set"]):
-        raise ValueError(f"{show(about['set'])} does not match its corruption and level.")
+        raise ValueError(f"{format_value(about['set'])} does not match its corruption and level.")
 
 
 def read_shift(set_name: str) -> tuple[str | None, int | None]:

@@ -17,12 +17,12 @@ from testtime.checks import (
     Kind,
     check_entries,
     check_name,
+    format_value,
     is_flag,
     is_integer,
     is_number,
     is_table,
     is_text,
-    show,
 )
 from testtime.networks.ynet import YNet
 from testtime.precision import Precision
@@ -88,15 +88,15 @@ class MethodSpec:
 
     def _check(self) -> None:
         if self.mode not in get_args(Mode):
-            raise ValueError(f"`mode` must be one of {', '.join(get_args(Mode))}, got {show(self.mode)}.")
+            raise ValueError(f"`mode` must be one of {', '.join(get_args(Mode))}, got {format_value(self.mode)}.")
         check_name("`network`", self.network)
         if "=" in self.network:
             raise ValueError(f"`network` must not contain `=`, got {self.network!r}.")
         if not isinstance(self.method, str) or self.method not in METHODS:
-            raise ValueError(f"`method` must be one of {', '.join(METHODS)}, got {show(self.method)}.")
+            raise ValueError(f"`method` must be one of {', '.join(METHODS)}, got {format_value(self.method)}.")
         for name in self.settings:
             if name not in _SETTINGS:
-                raise ValueError(f"unknown setting {show(name)}; available: {', '.join(_SETTINGS)}.")
+                raise ValueError(f"unknown setting {format_value(name)}; available: {', '.join(_SETTINGS)}.")
         check_entries(self.settings, _SETTINGS)
         check_entries(self.settings.get("augment", {}), _AUGMENT)
         idle = [name for name in self.settings if self.mode == "fixed" and name not in _INFERENCE]
@@ -104,10 +104,10 @@ class MethodSpec:
             raise ValueError(f"a fixed method has no setting {', '.join(idle)}.")
 
     @property
-    def share(self) -> float | None:
+    def fraction(self) -> float | None:
         """The fraction of the images to learn from, in (0, 1], if the threshold is a percentage."""
         threshold = self.settings.get("threshold")
-        return read_share(threshold) if isinstance(threshold, str) else None
+        return parse_fraction(threshold) if isinstance(threshold, str) else None
 
     def resolve(self, threshold: float) -> MethodSpec:
         """Return a copy with a numeric threshold."""
@@ -120,7 +120,7 @@ class MethodSpec:
 
     def make(self, net: YNet, seed: int, parallel: int | Literal["auto"] = "auto") -> Adapter:
         """Return the adapter; the threshold must be a number."""
-        if self.share is not None:
+        if self.fraction is not None:
             raise ValueError(f"{self.name}: a percentage threshold must first be resolved on a test set.")
         if self.mode == "fixed":
             return Fixed(net, **self.settings)
@@ -133,7 +133,7 @@ class MethodSpec:
 
     def describe(self, net: YNet) -> dict[str, Any]:
         """Return everything that determines its predictions on a network, defaults included, JSON-serializable."""
-        if self.share is not None:
+        if self.fraction is not None:
             described = self.resolve(1.0).describe(net)
             described["settings"]["threshold"] = self.settings["threshold"]
             return described
@@ -157,7 +157,7 @@ class MethodSpec:
         observed = self._count_views()[1]
         if self.mode == "fixed":
             return observed
-        return 2 * observed + round(3 * self._settings().steps * self.views * (self.share or 1))
+        return 2 * observed + round(3 * self._settings().steps * self.views * (self.fraction or 1))
 
     def _count_views(self) -> tuple[int, int]:
         """Return the views that the task makes of a copy to learn from, and of a plain image to observe."""
@@ -166,7 +166,7 @@ class MethodSpec:
 
     def _settings(self) -> Settings:
         """Return the settings of the method in its mode, with threshold 1 if it is still a percentage."""
-        spec = self if self.share is None else self.resolve(1.0)
+        spec = self if self.fraction is None else self.resolve(1.0)
         given = {"steps": 0, **self.settings} if self.mode == "fixed" else spec._arguments(0)
         return find_method(self.method).make_settings(self.mode, given)
 
@@ -182,7 +182,7 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
 
 
-def read_share(text: str) -> float:
+def parse_fraction(text: str) -> float:
     """Parse a percentage, e.g. "20%", as a fraction in (0, 1].
 
     Raises:
@@ -193,14 +193,16 @@ def read_share(text: str) -> float:
     except ValueError:
         percent = math.nan
     if not 0 < percent <= 100:
-        raise ValueError(f'`threshold` must be in [0, 1] or a percentage of the images, e.g. "20%", got {show(text)}.')
+        raise ValueError(
+            f'`threshold` must be in [0, 1] or a percentage of the images, e.g. "20%", got {format_value(text)}.'
+        )
     return percent / 100
 
 
 BEST = "best"
-"""The usual method that only runs when named explicitly."""
+"""The default method that only runs when named explicitly."""
 
-USUAL: dict[str, MethodSpec] = {
+DEFAULT_METHODS: dict[str, MethodSpec] = {
     "plain": MethodSpec("plain", "fixed", BASELINE),
     "fixed": MethodSpec("fixed", "fixed"),
     "episodic": MethodSpec("episodic", "episodic"),
@@ -258,7 +260,7 @@ def _read_value(setting: str, word: str, text: str) -> int | float | str:
             raise ValueError(f"--precision must be one of {', '.join(get_args(Precision))}, got {text!r}.")
         return word
     if setting == "threshold" and word.endswith("%"):
-        read_share(word)
+        parse_fraction(word)
         return word
     kinds = {f.name: int if f.type == "int" else float for f in fields(Settings)}
     try:
@@ -266,5 +268,5 @@ def _read_value(setting: str, word: str, text: str) -> int | float | str:
         if not math.isfinite(value):
             raise ValueError
     except ValueError:
-        raise ValueError(f"--{setting} must be a number or METHOD=NUMBER, got {show(text)}.") from None
+        raise ValueError(f"--{setting} must be a number or METHOD=NUMBER, got {format_value(text)}.") from None
     return value

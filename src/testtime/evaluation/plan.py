@@ -16,11 +16,11 @@ from testtime import data as datasets
 from testtime.checks import Kind, check_entries, check_name, is_integer
 from testtime.data.families import is_folder
 from testtime.evaluation.descriptions import read_shift
-from testtime.evaluation.method_specs import BASELINE, BEST, JOINT, USUAL, MethodSpec, override, read_method
+from testtime.evaluation.method_specs import BASELINE, BEST, DEFAULT_METHODS, JOINT, MethodSpec, override, read_method
 from testtime.evaluation.study import (
     FLAG,
     LIMIT,
-    check_different,
+    check_unique,
     parse_corruptions,
     parse_levels,
     read_study,
@@ -81,8 +81,8 @@ class Plan:
                 check_name("Each part of a test set's name", part, 255)
         check_entries(vars(self), {"seeds": _SEEDS, "limit": LIMIT, "shuffle": FLAG})
         for name, values in (("sets", self.sets), ("methods", self.methods)):
-            check_different(name, [value.name for value in values])
-        check_different("seeds", self.seeds)
+            check_unique(name, [value.name for value in values])
+        check_unique("seeds", self.seeds)
         for method in self.methods:
             if method.network not in self.networks:
                 option = _OPTIONS.get(method.network, f"--network {method.network}=FILE")
@@ -224,9 +224,9 @@ def _choose_methods(
         known = {name: read_method(name, about) for name, about in study.items()}
         usual = list(known)
     else:
-        for name in USUAL.keys() & files.keys():
+        for name in DEFAULT_METHODS.keys() & files.keys():
             raise ValueError(f"A network cannot be called {name!r}: that is the name of a method.")
-        known = USUAL | {name: MethodSpec(name, "fixed", name) for name in files if name not in _OPTIONS}
+        known = DEFAULT_METHODS | {name: MethodSpec(name, "fixed", name) for name in files if name not in _OPTIONS}
         usual = [name for name, method in known.items() if method.network in files and name != BEST] or ["fixed"]
     for name in networks:
         if all(method.network != name for method in known.values()):

@@ -90,7 +90,7 @@ def find_pictures(paths: Sequence[str | Path]) -> list[Path]:
     return found
 
 
-def fit_for(card: Card, picture: str | Path) -> Tensor:
+def load_image(card: Card, picture: str | Path) -> Tensor:
     """Load an image file for a network: centre-cropped, resized to its input size, grey if it takes one channel.
 
     Args:
@@ -162,7 +162,7 @@ def predict(
 
 def _try_to_fit(card: Card, picture: Path, skip: Callable[[DataError], None] | None) -> Tensor | None:
     try:
-        return fit_for(card, picture)
+        return load_image(card, picture)
     except DataError as fault:
         if skip is None:
             raise

@@ -109,7 +109,7 @@ def run_on_ray(
                     total = sum(cost for _, cost in pieces)
                     joined = join_columns([columns for columns, _ in pieces])
                     write(unit, joined, total, hardware, shards=len(pieces), **remarks)
-            meter.show(f"unit {meter.place}/{len(meter.units)}, {len(coming) + len(waiting)} jobs left")
+            meter.show(f"unit {meter.finished}/{len(meter.units)}, {len(coming) + len(waiting)} jobs left")
     finally:
         ray.shutdown()
 

@@ -21,7 +21,7 @@ import torch
 from testtime.data.sets import TestSet
 from testtime.evaluation.plan import Plan
 from testtime.evaluation.records import Columns
-from testtime.evaluation.schedule import Meter, find_company, make_groups
+from testtime.evaluation.schedule import Meter, find_group_key, make_groups
 from testtime.evaluation.stream_checkpoints import StreamCheckpoints
 from testtime.evaluation.units import Run, Unit, open_run, prepare_folder, write_unit
 from testtime.evaluation.worker import Facts, StaleError, Worker
@@ -89,8 +89,8 @@ def run_plan(
         # Ray workers do not resume from the checkpoints of this process.
         where = hardware if ray is None else "ray"
         saved = StreamCheckpoints(out, device=where, testtime=versions["testtime"], torch=versions["torch"])
-        company = {unit: key for unit in units if (key := find_company(plan, unit, facts)) is not None}
-        begun = saved.groups(company, finished)
+        group_keys = {unit: key for unit in units if (key := find_group_key(plan, unit, facts)) is not None}
+        begun = saved.groups(group_keys, finished)
         finished -= {unit for group in begun for unit in group}
         missing = [unit for unit in units if unit not in finished]
         log.info("%s: %d of %d units to run", out, len(missing), len(units))
@@ -98,7 +98,7 @@ def run_plan(
 
         def write(unit: Unit, columns: Columns, seconds: float, hardware: str = hardware, **more: Any) -> None:
             write_unit(out, unit, columns, seconds, device=hardware, testtime=versions["testtime"], **more)
-            meter.place += 1
+            meter.finished += 1
 
         if ray is None:
             taken = {unit for group in begun for unit in group}

@@ -37,7 +37,7 @@ class Meter:
         self.units = plan.units()
         self.total = sum(self._views(unit) for unit in self.units)
         self.done = sum(self._views(unit) for unit in finished)
-        self.place = len(finished)
+        self.finished = len(finished)
         self._lock = threading.Lock()  # units may run concurrently
         self.show("")
 
@@ -69,7 +69,7 @@ class Meter:
             with self._lock:
                 self.done += cost * images
                 self.show(
-                    f"unit {self.place + 1}/{len(self.units)} {title}: {done:,}/{total:,} images, {rate:,.3g}/s, "
+                    f"unit {self.finished + 1}/{len(self.units)} {title}: {done:,}/{total:,} images, {rate:,.3g}/s, "
                     f"{(total - done) / rate:,.0f} s left" + (f", error {wrong / done:.1%}" if labelled else "")
                 )
 
@@ -96,7 +96,7 @@ def make_groups(
     """
     groups: dict[Any, list[Unit]] = {}
     for number, unit in enumerate(units):
-        groups.setdefault(find_company(plan, unit, facts) or number, []).append(unit)
+        groups.setdefault(find_group_key(plan, unit, facts) or number, []).append(unit)
     pieces: list[list[Unit]] = []
     for group in groups.values():
         method, known = plan.method(group[0].method), facts[group[0].set_name]
@@ -108,10 +108,10 @@ def make_groups(
     return pieces
 
 
-def find_company(plan: Plan, unit: Unit, facts: Mapping[str, Facts]) -> tuple[Any, ...] | None:
+def find_group_key(plan: Plan, unit: Unit, facts: Mapping[str, Facts]) -> tuple[Any, ...] | None:
     """Return the key shared by units that can run in parallel; None for a unit that runs alone."""
     method, known = plan.method(unit.method), facts[unit.set_name]
-    if method.mode != "online" or known.count == 0 or method.share is not None:
+    if method.mode != "online" or known.count == 0 or method.fraction is not None:
         return None
     return unit.method, plan.file(method.network, unit.set_name), unit.seed, known.count, known.shape
 
@@ -121,4 +121,4 @@ def _fitting(method: MethodSpec, shape: tuple[int, int, int], device: torch.devi
     values = method.views * math.prod(shape)
     tuning = kernels.tuning(device)
     memory = tuning.memory // jobs if tuning.memory else kernels.free_memory(device) // 2
-    return max(1, min(_STREAMS, memory // (4 * values * tuning.kept)))
+    return max(1, min(_STREAMS, memory // (4 * values * tuning.saved_values)))

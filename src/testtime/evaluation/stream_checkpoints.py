@@ -61,17 +61,17 @@ class StreamCheckpoints:
         self.folder = Path(folder) / FOLDER
         self.circumstances = circumstances
 
-    def groups(self, company: Mapping[Unit, Any], finished: Collection[Unit]) -> list[list[Unit]]:
+    def groups(self, group_keys: Mapping[Unit, Any], finished: Collection[Unit]) -> list[list[Unit]]:
         """Return the groups that can resume; other checkpoints are removed.
 
         Args:
-            company: The group key of each unit of the plan that can run in parallel, see `find_company`.
+            group_keys: The group key of each unit of the plan that can run in parallel, see `find_group_key`.
             finished: The finished units. A checkpoint of finished units was left behind by an interrupted process.
         """
         found: list[list[Unit]] = []
         for file in sorted(self.folder.glob("*.safetensors")):
             group = self._read_group(file) or []
-            fits = len({company.get(unit, unit) for unit in group}) == 1 and group[0] in company
+            fits = len({group_keys.get(unit, unit) for unit in group}) == 1 and group[0] in group_keys
             once = len({*group, *itertools.chain(*found)}) == len(group) + sum(map(len, found))
             if fits and once and not set(group) <= set(finished):
                 found.append(group)

@@ -8,7 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from testtime.checks import Kind, check_entries, fold_name, is_flag, is_integer, is_list_of, is_table, is_text, show
+from testtime.checks import (
+    Kind,
+    check_entries,
+    fold_name,
+    format_value,
+    is_flag,
+    is_integer,
+    is_list_of,
+    is_table,
+    is_text,
+)
 from testtime.corruptions import CORRUPTIONS
 from testtime.evaluation.method_specs import read_method
 from testtime.storage import FileError, check_file, error_text
@@ -100,7 +110,7 @@ def _check_study(found: Mapping[str, Any]) -> None:
     """Check the entries of a study, except its sets, which need not exist on this machine."""
     for name in found:
         if name not in _STUDY:
-            raise ValueError(f"a study has no entry {show(name)}; available: {', '.join(_STUDY)}.")
+            raise ValueError(f"a study has no entry {format_value(name)}; available: {', '.join(_STUDY)}.")
     check_entries(found, _STUDY)
     for name in ("data", "levels", "corruptions", "seeds", "methods"):
         if name in found and not found[name]:
@@ -109,13 +119,13 @@ def _check_study(found: Mapping[str, Any]) -> None:
         parse_levels(found["levels"])
     if "corruptions" in found:
         parse_corruptions(found["corruptions"])
-    check_different("seeds", found.get("seeds", [0]))
-    check_different("methods", list(found.get("methods", ["fixed"])))
+    check_unique("seeds", found.get("seeds", [0]))
+    check_unique("methods", list(found.get("methods", ["fixed"])))
     for name, about in found.get("methods", {}).items():
         read_method(name, about)
 
 
-def check_different(what: str, values: Sequence[Any]) -> None:
+def check_unique(what: str, values: Sequence[Any]) -> None:
     """Check that there is at least one value and no duplicates; names are compared case-insensitively."""
     if not values:
         raise ValueError(f"`{what}` must not be empty.")
@@ -134,12 +144,12 @@ def parse_levels(levels: str | Sequence[int]) -> tuple[int, ...]:
         first, dash, last = word.partition("-")
         ends = [first, last] if dash else [first]
         if not all(end.isdecimal() and len(end) < 10 for end in ends):
-            raise ValueError(f"`levels` must be a range like 1-5 or a list like 1,3,5, got {show(levels)}.")
+            raise ValueError(f"`levels` must be a range like 1-5 or a list like 1,3,5, got {format_value(levels)}.")
         if not 1 <= int(ends[0]) <= int(ends[-1]) <= 5:
-            raise ValueError(f"`levels` must be 1 to 5, got {show(levels)}.")
+            raise ValueError(f"`levels` must be 1 to 5, got {format_value(levels)}.")
         numbers.extend(range(int(ends[0]), int(ends[-1]) + 1))
     if not numbers:
-        raise ValueError(f"`levels` must be 1 to 5, got {show(levels)}.")
+        raise ValueError(f"`levels` must be 1 to 5, got {format_value(levels)}.")
     return tuple(dict.fromkeys(numbers))
 
 
@@ -150,7 +160,7 @@ def parse_corruptions(corruptions: str | Sequence[str]) -> list[str] | None:
     names = split_words(corruptions)
     for name in names:
         if name not in (*CORRUPTIONS, "original"):
-            raise ValueError(f"No corruption is called {show(name)}; available: {', '.join(CORRUPTIONS)}.")
+            raise ValueError(f"No corruption is called {format_value(name)}; available: {', '.join(CORRUPTIONS)}.")
     return names
 
 

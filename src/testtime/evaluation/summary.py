@@ -21,7 +21,7 @@ import numpy as np
 from testtime.checks import Kind, check_entries, check_format, is_list_of, is_table, is_table_of, is_text
 from testtime.evaluation.descriptions import check_run, check_unit
 from testtime.evaluation.units import Run, RunError, Unit, Verdicts, open_run
-from testtime.storage import FileError, read_json, write_whole
+from testtime.storage import FileError, read_json, write_atomic
 
 FORMAT = 1
 _KIND = "testtime-summary"
@@ -70,7 +70,7 @@ def write_summary(path: str | Path, runs: Sequence[Run]) -> None:
         head = {"name": run.path.name, "configuration": run.configuration, "about": about, "sets": sets}
         parts.append(f'{json.dumps(head)[:-1]}, "units": [\n  ' + ",\n  ".join(units) + "\n ]}")
     start = json.dumps({"kind": _KIND, "format": FORMAT, "arrays": arrays}, ensure_ascii=False)
-    write_whole(path, f'{start[:-1]},\n "runs": [\n ' + ",\n ".join(parts) + "\n]}\n")
+    write_atomic(path, f'{start[:-1]},\n "runs": [\n ' + ",\n ".join(parts) + "\n]}\n")
 
 
 def open_runs(path: str | Path) -> list[Run]:

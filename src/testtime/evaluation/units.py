@@ -21,11 +21,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from testtime.checks import check_format, check_table, is_file_name, is_text, quote_name, show
+from testtime.checks import check_format, check_table, format_value, is_file_name, is_text, quote_name
 from testtime.evaluation.descriptions import check_run, check_unit, read_shift
 from testtime.evaluation.records import COLUMNS, Record
 from testtime.provenance import find_differences
-from testtime.storage import FileError, check_file, clear_parts, error_text, parse_json, read_json, write_whole
+from testtime.storage import FileError, check_file, clear_parts, error_text, parse_json, read_json, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Unit:
         parts = self.set_name.split("/") if is_text(self.set_name) else [self.set_name]
         for name, values in (("method", [self.method]), ("set_name", parts)):
             if not all(map(is_file_name, values)):
-                raise ValueError(f"`{name}` must be usable as a file name, got {show(getattr(self, name))}.")
+                raise ValueError(f"`{name}` must be usable as a file name, got {format_value(getattr(self, name))}.")
 
     @staticmethod
     def of(method: str, set_name: str, seed: int) -> Unit:
@@ -89,7 +89,7 @@ class Unit:
         return Unit(method, set_name, *read_shift(set_name), seed)
 
     @property
-    def place(self) -> Path:
+    def relative_path(self) -> Path:
         """Path of its file relative to the run's folder."""
         parts = map(quote_name, (self.method, *self.set_name.split("/")))
         return Path("units", *parts, f"seed-{self.seed}.safetensors")
@@ -111,9 +111,9 @@ class Unit:
             RunError: The unit is not finished, or its file is damaged.
         """
         if self.held is not None:
-            raise RunError(self.path or self.place, "a summary contains no records")
+            raise RunError(self.path or self.relative_path, "a summary contains no records")
         if self.path is None:
-            raise RunError(self.place, f"{self.title} is not finished")
+            raise RunError(self.relative_path, f"{self.title} is not finished")
         return read_unit(self.path)[1]
 
     def verdicts(self) -> Verdicts:
@@ -208,7 +208,9 @@ def _read_or_fail(folder: Path, file: Path) -> Unit | RunError:
         unit = read_unit(file)[0]
     except RunError as error:
         return error
-    return unit if folder / unit.place == file else RunError(file, f"contains {unit.title}, which belongs elsewhere")
+    if folder / unit.relative_path == file:
+        return unit
+    return RunError(file, f"contains {unit.title}, which belongs elsewhere")
 
 
 def _sort_out(
@@ -227,7 +229,9 @@ def _sort_out(
         if due is None or count == due:
             complete.append(unit)
         else:
-            lacking.append(RunError(unit.path or unit.place, f"has {count:,} images of {unit.set_name}, not {due:,}"))
+            lacking.append(
+                RunError(unit.path or unit.relative_path, f"has {count:,} images of {unit.set_name}, not {due:,}")
+            )
     return complete, lacking
 
 
@@ -346,7 +350,7 @@ def write_unit(folder: str | Path, unit: Unit, columns: Mapping[str, np.ndarray]
         **about,
     }
     signed = described | {"sha256": _hash(described, columns)}
-    path = Path(folder) / unit.place
+    path = Path(folder) / unit.relative_path
     _write(path, save(dict(columns), {_KEY: json.dumps(signed)}))
     return Unit(unit.method, unit.set_name, unit.corruption, unit.level, unit.seed, path, signed)
 
@@ -407,6 +411,6 @@ def _hash(about: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> str:
 
 def _write(path: Path, content: bytes) -> None:
     try:
-        write_whole(path, content)
+        write_atomic(path, content)
     except OSError as error:  # the error of a full disk does not name the file
         raise OSError(f"{path}: cannot be written ({error.strerror or error}).") from None

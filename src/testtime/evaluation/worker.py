@@ -145,6 +145,8 @@ class Worker:
         options: dict[str, Any] = {}
         if family is not None and family.sized and card.size is not None:
             options["size"] = card.size
+        if family is not None and family.is_subset and card.classes:
+            options["classes"] = card.classes
         if family is not None and family.pictures:
             options["on_bad"] = self.plan.on_bad_image
             if progress is not None:
@@ -203,7 +205,7 @@ class Worker:
     def method(self, unit: Unit) -> MethodSpec:
         """Return the method of a unit, with a numeric threshold."""
         method = self.plan.method(unit.method)
-        return method if method.share is None else method.resolve(self.threshold(unit))
+        return method if method.fraction is None else method.resolve(self.threshold(unit))
 
     def threshold(self, unit: Unit) -> float:
         """Return the threshold for a method with a percentage.
@@ -214,17 +216,17 @@ class Worker:
         method = self.plan.method(unit.method)
         key = unit.method, unit.set_name, unit.seed
         if key not in self._thresholds:
-            assert method.share is not None
+            assert method.fraction is not None
             test_set, net = self._open(unit.set_name), self.net(method.network, unit.set_name)
             chunks = test_set.chunks(choose_batch(test_set.shape, self.device), self.order(test_set, unit.seed))
             parts = walk(method.observe_only(net), test_set, read_ahead(chunks))
             confidences = [confidence for columns in parts for confidence in columns["confidence"].tolist()]
-            self._thresholds[key] = find_threshold(confidences, method.share)
+            self._thresholds[key] = find_threshold(confidences, method.fraction)
         return self._thresholds[key]
 
     def remarks(self, unit: Unit) -> dict[str, Any]:
         """Return extra metadata of a unit: the threshold, if it was given as a percentage."""
-        return {} if self.plan.method(unit.method).share is None else {"threshold": self.threshold(unit)}
+        return {} if self.plan.method(unit.method).fraction is None else {"threshold": self.threshold(unit)}
 
     def adapter(self, unit: Unit, shape: tuple[int, ...]) -> Adapter:
         """Return the adapter of a unit, reset; the last one, with its recorded graphs, is reused if it matches."""

@@ -55,23 +55,23 @@ class Tuning:
         waits: Whether reading a value synchronises the host with the device.
         observed: Images of 32×32 pixels per forward pass.
         parallel: Candidate numbers of concurrent episodes.
-        untried: Number of concurrent episodes where there are too few images to time the candidates.
+        default_parallel: Number of concurrent episodes where there are too few images to time the candidates.
         most_pixels: Pixels of views above which more concurrency is no faster; None: the limit of the kernels.
         batch: Images per call of an adapter, up to 64×64 pixels and above.
         block: Images of each stream that are read at once.
         memory: Bytes for all streams together; None: half of the free memory.
-        kept: Values saved for the backward pass of a step, per value of a view.
+        saved_values: Values saved for the backward pass of a step, per value of a view.
     """
 
     waits: bool
     observed: int
     parallel: tuple[int, ...]
-    untried: int
+    default_parallel: int
     most_pixels: int | None
     batch: tuple[int, int]
     block: int
     memory: int | None
-    kept: int
+    saved_values: int
 
 
 _TUNING = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from testtime.checks import show
+from testtime.checks import format_value
 from testtime.networks.card import Card
 from testtime.networks.resnet import Device, resnet18, resnet26, resnet50
 from testtime.networks.ynet import YNet
@@ -51,10 +51,10 @@ def build(card: Card, device: Device = "cpu") -> YNet:
     arguments = dict(card.architecture)
     name = arguments.pop("name", None)
     if not isinstance(name, str) or name not in BUILDERS:
-        raise ValueError(f"there is no architecture {show(name)}")
+        raise ValueError(f"there is no architecture {format_value(name)}")
     builder = BUILDERS[name]
     unknown = sorted(key for key in arguments if key in ("seed", "device") or not builder.takes(key))
     if unknown:
-        raise ValueError(f"the architecture {name} has no argument {show(unknown[0])}")
+        raise ValueError(f"the architecture {name} has no argument {format_value(unknown[0])}")
     net = builder.make(**arguments, device=device)
     return YNet(net.encoder, net.classifier, net.ssl, replace(net.card, mean=card.mean, std=card.std))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from testtime import augment as augmentations
-from testtime.checks import show
+from testtime.checks import format_value
 from testtime.storage import FileError
 
 KEY, FORMAT = "testtime", 1
@@ -73,7 +73,7 @@ class Card:
             check_integer("size", self.size, LARGEST_SIZE)
         for name in ("architecture", "augment", "record"):
             if not isinstance(getattr(self, name), dict):
-                raise ValueError(f"`{name}` must be a dictionary, got {show(getattr(self, name))}.")
+                raise ValueError(f"`{name}` must be a dictionary, got {format_value(getattr(self, name))}.")
         _check_augment(self.augment)
 
 
@@ -84,12 +84,12 @@ def check_integer(name: str, value: object, most: int) -> None:
         ValueError: It is not; the message contains `name`.
     """
     if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= int(value) <= most:
-        raise ValueError(f"`{name}` must be an integer from 1 to {most:,}, got {show(value)}.")
+        raise ValueError(f"`{name}` must be an integer from 1 to {most:,}, got {format_value(value)}.")
 
 
 def _make_tuple(name: str, values: Any) -> tuple[Any, ...]:
     if isinstance(values, (str, Mapping)) or not isinstance(values, Iterable):
-        raise ValueError(f"`{name}` must be a list, got {show(values)}.")
+        raise ValueError(f"`{name}` must be a list, got {format_value(values)}.")
     return tuple(value.item() if hasattr(value, "item") else value for value in values)  # an array or a tensor
 
 
@@ -99,15 +99,15 @@ def _check_numbers(name: str, values: tuple[Any, ...], low: float, high: float) 
     )
     if not (1 <= len(values) <= LARGEST_SIZE and all(sound)):
         raise ValueError(
-            f"`{name}` must be one number from {low:g} to {high:g}, or one per channel, got {show(values)}."
+            f"`{name}` must be one number from {low:g} to {high:g}, or one per channel, got {format_value(values)}."
         )
 
 
 def _check_text(name: str, text: object) -> None:
     if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
-        raise ValueError(f"`{name}` must be text of at most {_LONGEST_TEXT:,} characters, got {show(text)}.")
+        raise ValueError(f"`{name}` must be text of at most {_LONGEST_TEXT:,} characters, got {format_value(text)}.")
     if any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in text):
-        raise ValueError(f"`{name}` must be text without control characters, got {show(text)}.")
+        raise ValueError(f"`{name}` must be text without control characters, got {format_value(text)}.")
 
 
 def _check_augment(augment: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ def _check_augment(augment: Mapping[str, Any]) -> None:
         except (TypeError, ValueError):
             sound = False
     if not sound or not isinstance(name, str):
-        raise ValueError(f"`augment` must be the name and arguments of an augmentation, got {show(augment)}.")
+        raise ValueError(f"`augment` must be the name and arguments of an augmentation, got {format_value(augment)}.")
 
 
 def read_card(about: Mapping[str, Any]) -> Card:
@@ -134,7 +134,7 @@ def read_card(about: Mapping[str, Any]) -> Card:
     known = {one.name for one in fields(Card)}
     for name in about:
         if name not in known:
-            raise ValueError(f"the description has an unknown field {show(name)}")
+            raise ValueError(f"the description has an unknown field {format_value(name)}")
     for name in ("classes", "mean", "std"):
         if name not in about:
             raise ValueError(f"the description has no field `{name}`")
@@ -175,14 +175,14 @@ def compare_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
     """
     for name in sorted(found.keys() | wanted.keys()):
         if name not in found:
-            raise ValueError(f"tensor {show(name)} is missing")
+            raise ValueError(f"tensor {format_value(name)} is missing")
         if name not in wanted:
-            raise ValueError(f"tensor {show(name)} does not belong to this network")
+            raise ValueError(f"tensor {format_value(name)} does not belong to this network")
         tensor, own = found[name], wanted[name]
         if tensor.shape != own.shape:
-            shapes = f"{show(tuple(tensor.shape))}, the network needs {tuple(own.shape)}"
-            raise ValueError(f"tensor {show(name)} has shape {shapes}")
+            shapes = f"{format_value(tuple(tensor.shape))}, the network needs {tuple(own.shape)}"
+            raise ValueError(f"tensor {format_value(name)} has shape {shapes}")
         if tensor.dtype != own.dtype and not (tensor.dtype in _FLOATS and own.dtype in _FLOATS):
-            raise ValueError(f"tensor {show(name)} has dtype {tensor.dtype}, the network needs {own.dtype}")
+            raise ValueError(f"tensor {format_value(name)} has dtype {tensor.dtype}, the network needs {own.dtype}")
         if not torch.isfinite(tensor.to(own.dtype)).all():
-            raise ValueError(f"tensor {show(name)} has values that are not finite")
+            raise ValueError(f"tensor {format_value(name)} has values that are not finite")

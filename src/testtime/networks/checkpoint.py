@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from testtime.checks import check_format, show
+from testtime.checks import check_format, format_value
 from testtime.networks.builders import build
 from testtime.networks.card import FORMAT, KEY, Card, CheckpointError, compare_tensors, read_card
-from testtime.networks.ynet import YNet, refuse_lazy_layers
+from testtime.networks.ynet import YNet, check_no_lazy_layers
 from testtime.storage import FileError
 from testtime.tensorfile import read_tensors
 
@@ -39,7 +39,7 @@ def load(source: str | Path, net: YNet | None = None) -> YNet:
         if net is None:
             net = _build(card, tensors)
         else:
-            refuse_lazy_layers(net)
+            check_no_lazy_layers(net)
             _compare_cards(card, net.card)
             compare_tensors(tensors, net.state_dict())
         card = replace(card, architecture=net.card.architecture or card.architecture)
@@ -92,7 +92,7 @@ def _build(card: Card, tensors: dict[str, Tensor]) -> YNet:
     """
     depth = card.architecture.get("depth")
     if isinstance(depth, int) and depth > len(tensors):
-        raise ValueError(f"the architecture has {show(depth)} layers, the file {len(tensors)} tensors")
+        raise ValueError(f"the architecture has {format_value(depth)} layers, the file {len(tensors)} tensors")
     plan = build(card, "meta")
     compare_tensors(tensors, plan.state_dict())
     with torch.inference_mode(False):
@@ -105,9 +105,11 @@ def _compare_cards(card: Card, own: Card) -> None:
     """Check that the card of a file is compatible with a network's own."""
     if (card.mean, card.std) != (own.mean, own.std):
         raise ValueError(
-            f"saved with normalisation mean {show(card.mean)}, std {show(card.std)}; "
+            f"saved with normalisation mean {format_value(card.mean)}, std {format_value(card.std)}; "
             f"this network has mean {own.mean}, std {own.std}"
         )
     there, here = ({**one.architecture, "size": None} for one in (card, own))  # networks accept any size
     if card.architecture and own.architecture and there != here:
-        raise ValueError(f"its architecture is {show(card.architecture)}, this network's {show(own.architecture)}")
+        raise ValueError(
+            f"its architecture is {format_value(card.architecture)}, this network's {format_value(own.architecture)}"
+        )

@@ -1,13 +1,12 @@
 """S independent copies of a network as one network.
 
-A batch for each replica goes in, `(S, B, C, H, W)`, an answer for each comes out, `(S, B, K)`; replica s sees and
-changes its own parameters only. Every parameter and buffer of the network is held once, stacked to `(S, *shape)`, so
-one optimizer step moves all replicas and a row of the tensors is one replica.
+The input is a batch per replica, `(S, B, C, H, W)`, the output logits per replica, `(S, B, K)`; each replica has its
+own parameters. Parameters and buffers are stacked to `(S, *shape)`, so that one optimizer step updates all replicas and
+row s of every tensor belongs to replica s.
 
-Inside, the replicas' batches are concatenated, `(S·B, C, H, W)`, and run through the network's own code: what a network
-does to each image by itself needs no change. Only layers with parameters are replaced by forms that use another set of
-them for each B images (stacked.py). A part with parameters anywhere else goes through `torch.func.vmap` instead. Which
-of the two is right is tried out on real numbers.
+Internally the batches are concatenated, `(S·B, C, H, W)`, and run through the network's own code, in which layers with
+parameters are replaced by ones that apply another set of parameters to every B images (stacked.py). A part with
+parameters outside of these layers runs in `torch.func.vmap` instead. Which form is right is tested on an example.
 """
 
 from __future__ import annotations
@@ -37,15 +36,14 @@ PARTS: tuple[Part, ...] = ("encoder", "classifier", "ssl")
 
 
 class Replicas:
-    """`count` copies of a `YNet` that answer, learn and are reset together.
+    """S copies of a `YNet`, computed together.
 
     Args:
         net: The network to copy; it is not changed and shares no memory with the copies.
-        count: How many copies, S.
-        parts: Which parts each replica has for itself. The others are held once and serve all: adaptation never
-            changes the classifier, so a copy of it for each replica would be waste.
-        example: Two images or more `(N, C, H, W)` of the size to come, for trying the copies out against the network.
-        dtype: What the layers compute in. Parameters, and so updates, stay float32.
+        count: Number of replicas, S.
+        parts: The parts to replicate; the others are shared by all replicas.
+        example: At least two images `(N, C, H, W)` of the expected size, to test the replicas against the network.
+        dtype: The dtype of the computation; parameters and updates stay float32.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class Replicas:
             given = inputs
             if name == "encoder" and given is not None:
                 with torch.no_grad():
-                    inputs = module(given)  # what the two branches will see
+                    inputs = module(given)  # of the two branches
             if name in parts:
                 self.parts[name] = _replicate(module, count, given, name)
             else:
@@ -88,11 +86,11 @@ class Replicas:
         self.pieces = [self.packed.numbers, *buffers]
         """Everything that can change, `(S, ...)` each."""
         self.has_statistics = False
-        """Whether some of it changes as images go through, see `learning`."""
+        """Whether a forward pass changes statistics, see `learning`."""
         self.use_statistics("running")
 
     def encode(self, images: Tensor) -> Tensor:
-        """Features `(S, B, ...)` of images `(S, B, C, H, W)`."""
+        """Return features `(S, B, ...)` of images `(S, B, C, H, W)`."""
         return self.parts["encoder"](self._prepare(images))
 
     def _prepare(self, images: Tensor) -> Tensor:
@@ -103,27 +101,27 @@ class Replicas:
         return self._normalise(images).to(self.dtype)
 
     def classify(self, features: Tensor) -> Tensor:
-        """Class logits `(S, B, K)` of features `(S, B, ...)`."""
+        """Return class logits `(S, B, K)` of features `(S, B, ...)`."""
         return self.parts["classifier"](features)
 
     def supervise(self, features: Tensor) -> Tensor:
-        """The task's outputs `(S, B, outputs)` of features `(S, B, ...)`."""
+        """Return the task's outputs `(S, B, outputs)` of features `(S, B, ...)`."""
         return self.parts["ssl"](features)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Class logits `(S, B, K)` of images `(S, B, C, H, W)`."""
+        """Return class logits `(S, B, K)` of images `(S, B, C, H, W)`."""
         return self.classify(self.encode(images))
 
     def self_supervise(self, views: Tensor) -> Tensor:
-        """The task's outputs `(S, B, outputs)` of views `(S, B, C, H, W)`."""
+        """Return the task's outputs `(S, B, outputs)` of views `(S, B, C, H, W)`."""
         return self.supervise(self.encode(views))
 
     def use_statistics(self, statistics: Statistics) -> None:
-        """Choose what BatchNorm normalises with.
+        """Choose the statistics that BatchNorm uses.
 
         Args:
-            statistics: "running": the tracked ones, and within `learning` those of the images at hand, which the
-                tracked ones follow; "source": always the tracked ones, which stay; "batch": always those of the images.
+            statistics: "running": the running statistics, and inside `learning` those of the batch, which update the
+                running ones; "source": always the running ones, unchanged; "batch": always those of the batch.
         """
         self._statistics: Statistics = statistics
         self.has_statistics = statistics == "running" and len(self.pieces) > 1
@@ -133,9 +131,9 @@ class Replicas:
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
-        """Within it, BatchNorm uses and tracks the statistics of what it sees, if it is to.
+        """Put BatchNorm in training mode if it uses running statistics.
 
-        Nothing else has a mode here: dropout, whose noise would not be a function of the sample, stays off.
+        Other layers stay in evaluation mode: the noise of dropout would not be a function of the sample.
         """
         if self._statistics != "running":
             yield
@@ -147,12 +145,12 @@ class Replicas:
             self.train_norms(False)
 
     def train_norms(self, training: bool) -> None:
-        """Let BatchNorm use and track the statistics of what it sees (True), or only the tracked ones (False)."""
+        """Set BatchNorm to training or evaluation mode."""
         for module in self._batch_norms:
             module.training = training
 
     def parameters(self, parts: Iterable[Part], norms_only: bool = False) -> dict[str, Tensor]:
-        """The stacked parameters `(S, ...)` of some parts by name, without buffers; or those of their norms alone."""
+        """Return the stacked parameters `(S, ...)` of some parts by name, optionally only those of norms."""
         prefixes = tuple(f"{part}." for part in parts)
         found = {name: tensor for name, tensor in self.packed.parameters.items() if name.startswith(prefixes)}
         if not norms_only:
@@ -162,30 +160,30 @@ class Replicas:
         return {name: tensor for name, tensor in found.items() if id(tensor) in own}
 
     def twin(self) -> Replicas:
-        """As many replicas of the network as it was given, normalising as these do."""
+        """Return as many replicas of the original network, with the same choice of statistics."""
         made = Replicas(*self._given)
         made.use_statistics(self._statistics)
         return made
 
     def read(self, index: int) -> dict[str, Tensor]:
-        """A copy of one replica's tensors, by their names in the network."""
+        """Return a copy of one replica's tensors, by their names in the network."""
         return {name: tensor[index].detach().clone() for name, tensor in self.tensors.items()}
 
     @torch.no_grad()
     def write(self, index: int, state: Mapping[str, Tensor]) -> None:
-        """Set one replica to tensors of a network, by their names."""
+        """Set one replica to the tensors of a network."""
         for name, tensor in self.tensors.items():
             tensor[index] = state[name]
 
 
 def put_rows(piece: Tensor, old: Tensor, rows: Tensor) -> None:
-    """Where `rows`, bool `(S,)`, is true, set a tensor `(S, ...)` to an old one; the others keep every bit."""
+    """Overwrite the rows of a tensor `(S, ...)` where `rows`, bool `(S,)`, is true; other rows stay unchanged."""
     if kernels.take_over("put_rows", piece, old, rows) is None:
         piece.copy_(torch.where(rows.view(-1, *[1] * (piece.dim() - 1)), old, piece))
 
 
 class _Plain(nn.Module):
-    """A part that is held once and serves the replicas one after another, where it cannot serve them at once."""
+    """A shared part that cannot process concatenated batches and runs once per replica."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -196,7 +194,7 @@ class _Plain(nn.Module):
 
 
 class _Stacked(nn.Module):
-    """A part whose replicas' batches are concatenated."""
+    """A part that processes the concatenated batches of its replicas."""
 
     def __init__(self, module: nn.Module, count: int) -> None:
         super().__init__()
@@ -212,11 +210,11 @@ def _join(x: Tensor) -> Tensor:
 
 
 class _Mapped(nn.Module):
-    """A part whose replicas go through `torch.func.vmap`."""
+    """A part whose replicas run in `torch.func.vmap`."""
 
     def __init__(self, module: nn.Module, count: int) -> None:
         super().__init__()
-        self.template = [module]  # in a list: its own tensors are only placeholders and not part of the state
+        self.template = [module]  # in a list, to hide it from nn.Module: its tensors are placeholders
         self.inner = copy.deepcopy(module)
         stack = Stacking(count)
         for owner in self.inner.modules():
@@ -229,9 +227,9 @@ class _Mapped(nn.Module):
             own.training = inner.training
         state = dict(self.inner.named_buffers())
         for owner, module in self.inner.named_modules():
-            keeps = isinstance(module, nn.modules.batchnorm._BatchNorm)  # it computes in float32 whatever comes in
+            is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # always computes in float32
             for name, tensor in module.named_parameters(recurse=False):
-                state[f"{owner}.{name}" if owner else name] = tensor if keeps else tensor.to(x.dtype)
+                state[f"{owner}.{name}" if owner else name] = tensor if is_norm else tensor.to(x.dtype)
 
         def one(tensors: dict[str, Tensor], batch: Tensor) -> Tensor:
             return functional_call(self.template[0], tensors, batch)
@@ -242,7 +240,7 @@ class _Mapped(nn.Module):
 
 @contextlib.contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Attention step by step: the fused forms have no rule for mapping, or no gradient."""
+    """Disable fused attention, which lacks a batching rule or a gradient."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -253,7 +251,7 @@ def _plain_attention() -> Iterator[None]:
 
 
 def _share(module: nn.Module, inputs: Tensor | None, dtype: torch.dtype) -> _Stacked | _Plain:
-    """A part held once for all replicas: one replica that all their images go through."""
+    """Return a part that all replicas share."""
     unfit = find_unknown_layer(module) or (inputs is not None and _find_difference(module, inputs, count=1))
     return _Plain(module, dtype) if unfit else _Stacked(module, 1)
 
@@ -270,20 +268,20 @@ def _replicate(module: nn.Module, count: int, inputs: Tensor | None, name: str) 
 
 @torch.no_grad()
 def _find_difference(module: nn.Module, inputs: Tensor, count: int) -> str | None:
-    """What differs between the stacked form of `count` replicas, 1 or 2, and the module itself; None: nothing does.
+    """Return how the stacked form of `count` replicas, 1 or 2, differs from the module; None if it does not.
 
-    Two batches go through it, different in scale and order; with two replicas the second has other weights as well.
+    It is tested on two batches of different scale and order; of two replicas, the second has other weights.
     """
     stacked = _Stacked(copy.deepcopy(module), count)
     other = copy.deepcopy(module)
     if count == 2:
         for name, parameter in stacked.inner.named_parameters():
-            parameter[1].mul_(0.5)  # different but tame
+            parameter[1].mul_(0.5)  # different, but numerically stable
             other.get_parameter(name).mul_(0.5)
     second = inputs.flip(0) * 0.5 + 0.25
     try:
-        with arithmetic("fp32", inputs.device):  # rounding must not look like a fault
-            # forward, since a traced model that is called prints where it fails, besides raising
+        with arithmetic("fp32", inputs.device):  # so that rounding does not count as a difference
+            # `forward`, since calling a traced model also prints the location of an error
             together = stacked.inner.forward(_join(torch.stack([inputs, second]))).unflatten(0, (2, -1))
             alone = torch.stack([module(inputs), other(second)])
     except (RuntimeError, ValueError, TypeError, IndexError) as error:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from testtime.checks import show
+from testtime.checks import format_value
 from testtime.networks.card import LARGEST_SIZE, Card, check_integer
 from testtime.networks.ynet import YNet
 
@@ -279,6 +279,6 @@ def _norm_relu(norm: Norm, channels: int, groups: int) -> nn.Module:
 
 def _check(norm: str, **counts: int) -> None:
     if norm not in get_args(Norm):
-        raise ValueError(f'`norm` must be "group" or "batch", got {show(norm)}.')
+        raise ValueError(f'`norm` must be "group" or "batch", got {format_value(norm)}.')
     for name, count in counts.items():
         check_integer(name, count, _MOST[name])

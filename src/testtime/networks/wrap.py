@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from testtime.networks.card import Card
-from testtime.networks.ynet import YNet, refuse_lazy_layers
+from testtime.networks.ynet import YNet, check_no_lazy_layers
 
 
 @torch.inference_mode(False)  # so that the parts can be trained
@@ -47,7 +47,7 @@ def split(
     Raises:
         ValueError: The model cannot be split there; the message names the layers where it can.
     """
-    refuse_lazy_layers(model)
+    check_no_lazy_layers(model)
     graph = _trace(model)
     cuts = _possible_cuts(graph)
     if at not in cuts:

@@ -160,7 +160,7 @@ def _count_outputs(classifier: nn.Module) -> int | None:
     return last.out_features if isinstance(last, nn.Linear) else None
 
 
-def refuse_lazy_layers(model: nn.Module) -> None:
+def check_no_lazy_layers(model: nn.Module) -> None:
     """Raise a ValueError if a model has lazy layers that are not initialised."""
     if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError("The model has lazy layers without weights: call it on an image first.")

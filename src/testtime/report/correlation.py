@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from testtime.checks import show
+from testtime.checks import format_value
 from testtime.diagnosis.gradient_study import read_gradient_study
 from testtime.evaluation import open_runs
 from testtime.randomness import Draws
@@ -24,7 +24,7 @@ from testtime.report.canvas import Drawing, Tones, colour_of
 from testtime.report.results import BASELINE, MEAN, Results, collect, method_title
 from testtime.report.sources import ResultsError
 from testtime.report.statistics import ROUNDS, Interval, fit_line, interval_of
-from testtime.storage import printable, write_whole
+from testtime.storage import printable, write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -251,11 +251,11 @@ def format_correlations(joined: Joined) -> str:
 def publish(joined: Joined, out: str | Path) -> list[Path]:
     """Write `correlation.json` and the figures atomically; returns their paths."""
     folder = Path(out)
-    write_whole(folder / "correlation.json", json.dumps(joined.describe(), indent=1, allow_nan=False) + "\n")
+    write_atomic(folder / "correlation.json", json.dumps(joined.describe(), indent=1, allow_nan=False) + "\n")
     written = [folder / "correlation.json"]
     for drawing in draw(joined):
-        write_whole(folder / f"{drawing.name}.svg", drawing.svg(inline=False))
-        write_whole(folder / f"{drawing.name}.png", drawing.png())
+        write_atomic(folder / f"{drawing.name}.svg", drawing.svg(inline=False))
+        write_atomic(folder / f"{drawing.name}.png", drawing.png())
         written += [folder / f"{drawing.name}.svg", folder / f"{drawing.name}.png"]
     return written
 
@@ -282,7 +282,7 @@ def _check_network(study: Mapping[str, Any], results: Results) -> None:
         joint = networks.get("joint") if isinstance(networks, Mapping) else None
         fingerprint = joint.get("fingerprint") if isinstance(joint, Mapping) else None
         if isinstance(fingerprint, str) and fingerprint != expected:
-            raise ResultsError(run.path, f"has network {fingerprint}, the study has network {show(expected)}")
+            raise ResultsError(run.path, f"has network {fingerprint}, the study has network {format_value(expected)}")
 
 
 def _value(entry: Mapping[str, Any], key: str) -> float:

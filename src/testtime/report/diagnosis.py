@@ -22,7 +22,7 @@ from testtime.checks import (
 )
 from testtime.report.canvas import Drawing, Tones, colour_of
 from testtime.report.pages import open_template
-from testtime.storage import FileError, printable, read_json, write_whole
+from testtime.storage import FileError, printable, read_json, write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,8 +93,8 @@ def write_page(document: Mapping[str, Any], out: str | Path) -> Path:
     """Write `diagnosis.json` and `index.html` into a folder atomically; returns the page's path."""
     folder = Path(out)
     page = render_page(document)
-    write_whole(folder / "diagnosis.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
-    write_whole(folder / "index.html", page.encode(errors="backslashreplace"))
+    write_atomic(folder / "diagnosis.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
+    write_atomic(folder / "index.html", page.encode(errors="backslashreplace"))
     return folder / "index.html"
 
 

@@ -17,7 +17,7 @@ from testtime.report.run_figures import draw_all
 from testtime.report.run_page import render_run_page
 from testtime.report.run_tables import as_csv, latex, markdown
 from testtime.report.samples import SetLookup
-from testtime.storage import write_whole
+from testtime.storage import write_atomic
 
 Format = Literal["md", "latex", "csv", "json", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -49,7 +49,7 @@ def publish(
     seed: int = 0,
     root: str | Path | None = None,
     sets: Mapping[str, TestSet] | None = None,
-    words: Sequence[Words] = (),
+    sections: Sequence[Words] = (),
     command: str = "",
     progress: Progress | None = None,
 ) -> Results:
@@ -65,7 +65,7 @@ def publish(
         seed: Seed of the bootstrap.
         root: Root folder of the data sets, for sample images.
         sets: Test sets that cannot be opened by name, for sample images.
-        words: Sections at the beginning of the page, each a title and paragraphs.
+        sections: Sections at the beginning of the page, each a title and paragraphs.
         command: The command line to record.
         progress: Called with the figures and pages done, their total, and the title of the last one.
 
@@ -98,7 +98,7 @@ def publish(
             measure=measure,
             paper=paper,
             lookup=SetLookup(root, sets or {}),
-            words=words,
+            sections=sections,
             seed=seed,
             command=command,
         )
@@ -111,11 +111,11 @@ def publish(
 def _write_figures(folder: Path, drawings: Sequence[Drawing], progress: Progress | None) -> None:
     for count, drawing in enumerate(drawings, 1):
         _write(folder / f"{drawing.name}.svg", drawing.svg(inline=False))
-        write_whole(folder / f"{drawing.name}.png", drawing.png())
+        write_atomic(folder / f"{drawing.name}.png", drawing.png())
         if progress is not None:
             progress(count, len(drawings) + 1, drawing.title)
 
 
 def _write(path: Path, text: str) -> None:
     """Write text atomically; file names in it may contain lone surrogates."""
-    write_whole(path, text.encode(errors="backslashreplace"))
+    write_atomic(path, text.encode(errors="backslashreplace"))

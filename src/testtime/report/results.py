@@ -73,7 +73,7 @@ class Cell:
         return (self.interval.high - self.interval.low) / 2
 
     @property
-    def mark(self) -> str:
+    def significance(self) -> str:
         """`*` if significantly better than `fixed`, `†` if worse, else empty."""
         if self.p_value is None or self.p_value >= SIGNIFICANT:
             return ""

@@ -53,7 +53,7 @@ def render_run_page(
     measure: Measure = "error",
     paper: bool = False,
     lookup: SetLookup | None = None,
-    words: Sequence[tuple[str, Sequence[str]]] = (),
+    sections: Sequence[tuple[str, Sequence[str]]] = (),
     seed: int = 0,
     command: str = "",
 ) -> str:
@@ -65,7 +65,7 @@ def render_run_page(
         measure: Error or accuracy.
         paper: Whether to include the paper's numbers.
         lookup: Opens the test sets, for sample images.
-        words: Sections at the beginning, each a title and paragraphs.
+        sections: Sections at the beginning, each a title and paragraphs.
         seed: The seed of the intervals, to record.
         command: The command line, to record.
     """
@@ -91,7 +91,7 @@ def render_run_page(
     ]
     return open_template("run.html").render(
         words=format_summary(results, measure),
-        sections=words,
+        sections=sections,
         cards=_cards(results, measure, paper),
         explained=explain(results, measure),
         measure=measure,
@@ -130,8 +130,8 @@ def format_summary(results: Results, measure: Measure) -> dict[str, str]:
     base, cell = rows[BASELINE], rows[learner]
     old, new = f"{base.value(measure):.1f}%", f"{cell.value(measure):.1f}%"
     verbs = {"error": ("cut", "raised"), "accuracy": ("raised", "lowered")}[measure]
-    if cell.mark:
-        verb = verbs[0] if cell.mark == "*" else verbs[1]
+    if cell.significance:
+        verb = verbs[0] if cell.significance == "*" else verbs[1]
         headline = f"Learning at test time {verb} the {measure} {where} from {old} to {new}"
     else:
         headline = f"Learning at test time made no significant difference {where}: {measure} {old} before, {new} after"
@@ -143,7 +143,7 @@ def _lead(table: Table, learner: str, base: Cell, cell: Cell) -> str:
     share = f": {100 * change / base.error:.0f}% fewer mistakes" if base.error and change > 0 else ""
     side = "below" if change >= 0 else "above"
     parts = [f"The error with {learner} is {abs(change):.1f} points {side} that of the fixed network{share}."]
-    marks = [table.rows[learner][column].mark for column in table.shifted if column in table.rows[learner]]
+    marks = [table.rows[learner][column].significance for column in table.shifted if column in table.rows[learner]]
     if len(marks) > 1:
         counted = {"better": marks.count("*"), "worse": marks.count("†")}
         counts = " and ".join(f"{word} on {number}" for word, number in counted.items() if number)
@@ -238,7 +238,7 @@ def _cell(cell: Cell, measure: Measure, best: bool) -> dict[str, Any]:
         "text": f"{cell.value(measure):.1f}",
         "half": f"{cell.half_width:.1f}",
         "spread": f"{cell.spread:.1f}" if cell.spread is not None else "",
-        "mark": cell.mark,
+        "mark": cell.significance,
         "best": best,
         "words": "; ".join(words),
     }

@@ -99,7 +99,7 @@ def _rows(table: Table, measure: Measure, paper: bool) -> list[tuple[str, str, l
 
 
 def _number(cell: Cell | None, measure: Measure) -> str:
-    return f"{cell.value(measure):.1f}{cell.mark}" if cell else ""
+    return f"{cell.value(measure):.1f}{cell.significance}" if cell else ""
 
 
 def markdown(results: Results, measure: Measure = "error", paper: bool = False) -> str:
@@ -283,6 +283,6 @@ def _terminal_cell(cell: Cell, measure: Measure, best: bool) -> Text:
     from rich.text import Text
 
     text = Text(f"{cell.value(measure):.1f}", style="bold" if best else "")
-    text.append(cell.mark or " ")
+    text.append(cell.significance or " ")
     text.append(f" ±{cell.half_width:<4.1f}", style="dim")
     return text if cell.spread is None else text.append(f" s {cell.spread:.1f}", style="dim")

@@ -14,7 +14,7 @@ from torch import distributed
 from testtime.checks import check_format
 from testtime.networks.card import CheckpointError, check_plain
 from testtime.provenance import describe_machine, find_differences
-from testtime.storage import FileError, read_json, write_whole
+from testtime.storage import FileError, read_json, write_atomic
 from testtime.tensorfile import read_tensors, write_tensors
 from testtime.training.processes import rank, world
 from testtime.training.training import Training
@@ -81,7 +81,7 @@ class Folder:
         self._write_record(history, training.device)
 
     def _write_record(self, history: list[dict[str, Any]], device: torch.device) -> None:
-        write_whole(self.record, json.dumps(make_record(self.configuration, history, device), indent=1) + "\n")
+        write_atomic(self.record, json.dumps(make_record(self.configuration, history, device), indent=1) + "\n")
 
     def _compare(self, path: Path, about: Any) -> dict[str, Any]:
         """Return the metadata of a file after checking that it belongs to this run."""

@@ -76,8 +76,8 @@ def prepare(
     """Prepare the data, a new network and the recipe for a data set by name.
 
     Args:
-        data: "digits", "cifar10", "imagenet", or a folder with one subfolder of images per class, optionally split into
-            `train` and `test` (or `val`).
+        data: "digits", "cifar10", "cifar100", "imagenet", or a folder with one subfolder of images per class,
+            optionally split into `train` and `test` (or `val`).
         network: The architecture, a name from `BUILDERS`; None for "resnet18" on ImageNet and "resnet26" otherwise.
         depth: Depth of "resnet26", 6n + 2; 8 by default for the digits.
         norm: "group" or "batch".
@@ -169,7 +169,7 @@ def _open_sets(
     data: str, root: str | Path | None, size: int, side: int | None, on_bad: OnBad
 ) -> tuple[TestSet, TestSet | None]:
     """Open the training set, with images of `side` if given, and the test set, with images of `size`."""
-    if data in ("digits", "cifar10"):
+    if data in ("digits", "cifar10", "cifar100"):
         return datasets.open(data, root, "train"), datasets.open(data, root, "test")
     train = {"size": side or size, "resize": side}
     if data == "imagenet":
@@ -177,7 +177,7 @@ def _open_sets(
         return pictures, imagenet.list_pictures(root, "val", size, classes=pictures.classes, on_bad=on_bad)
     path = Path(data).expanduser()
     if not path.is_dir():
-        raise ValueError(f"`data` must be digits, cifar10, imagenet or a folder, got {data!r}.")
+        raise ValueError(f"`data` must be digits, cifar10, cifar100, imagenet or a folder, got {data!r}.")
     if not (path / "train").is_dir():
         return folder.list_pictures(path, **train, on_bad=on_bad), None
     source = folder.list_pictures(path / "train", **train, on_bad=on_bad)
@@ -211,7 +211,7 @@ class _Decoder:
             return found
         small = len(found) * math.prod(found.shape) <= pool.RESIDENT_BYTES
         if small and not self.always and self.cache is None:
-            return found.hold(self.on_bad, self.progress)
+            return found.load_into_memory(self.on_bad, self.progress)
         packed = datasets.data_root(self.root) / "packed" if self.cache is None else Path(self.cache).expanduser()
         return datasets.pack(found, packed / _slug(found), progress=self.progress, on_bad=self.on_bad)
 

@@ -1,4 +1,4 @@
-"""The step of training, of one network or of several together."""
+"""The training step, of one network or of several together."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ from testtime.training.training import Training
 
 
 class Trainer:
-    """Takes the steps of S trainings at once: one optimizer, one loss, to which each adds its own.
+    """Runs the steps of S trainings together, with one optimizer and the sum of their losses.
 
-    `step` is the whole of training that happens on the device. It reads nothing back, and its shapes and its course do
-    not depend on the numbers: on CUDA it is recorded as a graph and replayed. A network that this package built
-    computes as a replica of itself where kernels make that faster.
-    Several trainings are always replicas of one network; no number of one enters another, so each goes as it would
-    alone, up to rounding.
+    `step` has no synchronisation and no data-dependent shapes or control flow: on CUDA it is recorded as a graph. A
+    network built by this package trains as a single replica where the kernels make that faster. Several trainings are
+    always replicas of one network; they are independent, so each gives the same result as alone, up to rounding.
 
     Args:
-        trainings: One or more. Several must `fit_together`.
+        trainings: The trainings; several must satisfy `fit_together`.
     """
 
     def __init__(self, trainings: Sequence[Training]) -> None:
@@ -52,14 +50,14 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self._moved(), lr=lr, momentum=momentum, weight_decay=weight_decay)
         if momentum:
             self._start_momentum()
-        # Of every step: each term of the loss, and the share of wrong predictions; of each training.
+        # (terms + 1, S): sums over steps of the terms of the loss and of the training error.
         self.sums = torch.zeros(len(self.method.terms) + 1, self.count, dtype=torch.float32, device=self.device)
         self.graph: Captured | None = None
-        # Processes wait for each other in every step, which a graph cannot hold.
+        # Collective operations of several processes are not recorded.
         self.eager = not can_record(self.device) or world() > 1
 
     def _replica_fits(self) -> bool:
-        """Whether to compute as replicas: several trainings must, one does so where that is faster."""
+        """Return whether to train as replicas: always for several trainings, for one where that is faster."""
         if self.count > 1:
             return True
         layers = [layer for layer in self.trainings[0].net.modules() if isinstance(layer, nn.Conv2d)]
@@ -68,20 +66,20 @@ class Trainer:
         return faster and self.trainings[0].is_replicable()
 
     def _moved(self) -> list[Tensor]:
-        """What the optimizer moves."""
+        """Return the tensors that the optimizer updates."""
         if isinstance(self.model, Replicated):
             return [self.model.replicas.packed.numbers]
         return list(self.trainings[0].parameters.values())
 
     def _start_momentum(self) -> None:
-        """Give the optimizer the trainings' memory, zeros where there is none yet, and them a view of its own."""
+        """Move the trainings' momentum, zeros if there is none yet, to the optimizer; they get views of its buffers."""
         buffers = [torch.zeros_like(tensor) for tensor in self._moved()]
         for tensor, buffer in zip(self._moved(), buffers, strict=True):
             self.optimizer.state[tensor]["momentum_buffer"] = buffer
-        for place, training in enumerate(self.trainings):
+        for index, training in enumerate(self.trainings):
             if isinstance(self.model, Replicated):
                 stacked = self.model.replicas.packed.unpack(buffers[0])
-                own = {name: tensor[place] for name, tensor in stacked.items()}
+                own = {name: tensor[index] for name, tensor in stacked.items()}
             else:
                 own = dict(zip(training.parameters, buffers, strict=True))
             for name, old in training.momentum.items():
@@ -89,7 +87,7 @@ class Trainer:
             training.momentum = own
 
     def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor, list[Tensor] | None]]:
-        """This process's share of an epoch's batches: for each step what `step` takes."""
+        """Yield the arguments of `step` for each step of an epoch: this process's part of the batches."""
         share = self.trainings[0].batch // world()
         orders = torch.stack([training.orders(epoch) for training in self.trainings], dim=1)  # (steps, S, pools, batch)
         shares = orders[..., rank() * share : (rank() + 1) * share]
@@ -103,12 +101,12 @@ class Trainer:
             yield indices, number, pixels
 
     def step(self, indices: Tensor, number: Tensor, pixels: list[Tensor] | None = None) -> None:
-        """One step of gradient descent; adds the losses and the wrong predictions to `sums`.
+        """Take one optimizer step; adds the losses and the training error to `sums`.
 
         Args:
             indices: Sample numbers `(S, pools, b)`: of the training set and, for "uda", of the target set.
-            number: The step's number in the whole training, an int64 scalar on the device.
-            pixels: Those samples' images where they are not on the device yet.
+            number: The number of the step in the whole training, an int64 scalar on the device.
+            pixels: The images of these samples, unless the pools are on the device.
         """
         inputs = (indices, number, *(pixels or ()))
         with arithmetic(self.precision, self.device):
@@ -120,7 +118,7 @@ class Trainer:
                 self._advance(*inputs)
 
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
-        """Record the step as a graph; what trying it out changed is put back."""
+        """Record the step as a CUDA graph, if possible; the state is unchanged."""
         changing = [tensor for training in self.trainings for tensor in training.state().values()]
         changing.append(self.sums)
         before = [tensor.clone() for tensor in changing]
@@ -132,15 +130,15 @@ class Trainer:
     def _advance(self, indices: Tensor, number: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         pixels = list(given) or _read_images(self.trainings, indices)
         views, keys = [], []
-        for place, (images, purpose) in enumerate(zip(pixels, ("train", "target"), strict=False)):
-            draws = _draw(self.trainings, indices[:, place]).purpose(purpose).fold(number)
+        for pool, (images, purpose) in enumerate(zip(pixels, ("train", "target"), strict=False)):
+            draws = _draw(self.trainings, indices[:, pool]).purpose(purpose).fold(number)
             views.append(self.trainings[0].augment(images, draws.copies(1))[:, 0])
             keys.append(draws)
         labels = self.trainings[0].pools[0].labels
         assert labels is not None
         batch = Batch(views[0], labels[indices[:, 0].flatten()], keys[0], *views[1:], *keys[1:])
         found: dict[str, Tensor] = {}
-        mixed = self.precision == "bf16" and not isinstance(self.model, Replicated)  # replicas have their own dtype
+        mixed = self.precision == "bf16" and not isinstance(self.model, Replicated)  # replicas need no autocast
 
         def loss() -> Tensor:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
@@ -155,7 +153,7 @@ class Trainer:
         return ()
 
     def _descend(self, loss: Callable[[], Tensor]) -> None:
-        """One step of the optimizer down a loss, as a function that computes it."""
+        """Take one optimizer step on the loss that the given function computes."""
         self.optimizer.zero_grad(set_to_none=True)
         if isinstance(self.model, Replicated):
             _, self.model.replicas.packed.numbers.grad = self.model.replicas.packed.gradient(loss)
@@ -165,8 +163,7 @@ class Trainer:
         self.optimizer.step()
 
     def read(self) -> list[dict[str, float]]:
-        """Of each training: loss, its terms and the error, averaged over the steps since `sums` was zero and over the
-        processes."""
+        """Return the loss, its terms and the error of each training, averaged over the epoch and the processes."""
         sums = self.sums.clone()
         if world() > 1:
             distributed.all_reduce(sums)
@@ -180,11 +177,11 @@ class Trainer:
         """Change the learning rate."""
         for group in self.optimizer.param_groups:
             if group["lr"] != lr:
-                self.graph = None  # it has the old one in it
+                self.graph = None  # recorded with the old rate
             group["lr"] = lr
 
     def finish(self) -> None:
-        """Leave the networks in evaluation mode, their memory their own."""
+        """Give the networks their own parameters back, and put them in evaluation mode."""
         self.graph = None
         if isinstance(self.model, Replicated):
             self.model.release()
@@ -192,13 +189,13 @@ class Trainer:
             training.net.eval()
 
     def share(self) -> None:
-        """Give all processes the first one's networks."""
+        """Broadcast the networks of the first process to all."""
         broadcast([tensor for training in self.trainings for tensor in training.net.state_dict().values()])
 
 
 def _read_images(trainings: Sequence[Training], indices: Tensor) -> list[Tensor]:
-    """The images `(S·b, C, H, W)` of each kind of pool for indices `(S, pools, b)`."""
-    source = trainings[0].pools[0]  # the same for all
+    """Return the images `(S·b, C, H, W)` of each pool, for indices `(S, pools, b)`."""
+    source = trainings[0].pools[0]  # shared by all
     images = [source.take(indices[:, 0].flatten())]
     if indices.shape[1] > 1:
         rows = zip(trainings, indices[:, 1], strict=True)
@@ -207,24 +204,24 @@ def _read_images(trainings: Sequence[Training], indices: Tensor) -> list[Tensor]
 
 
 def _draw(trainings: Sequence[Training], samples: Tensor) -> Draws:
-    """The keys `(S·b,)` of sample numbers `(S, b)`, each row's under its training's seed."""
+    """Return keys `(S·b,)` of sample numbers `(S, b)`, each row with the seed of its training."""
     rows = zip(trainings, samples, strict=True)
     return Draws(torch.cat([Draws.of(training.recipe.seed, row).keys for training, row in rows]))
 
 
 def _average(values: Tensor, count: int) -> Tensor:
-    """The mean of each training's part of some values: `(S·n,)` → `(S,)`."""
+    """Return the mean per training: `(S·n,)` → `(S,)`."""
     return values.float().unflatten(0, (count, -1)).mean(1)
 
 
 def fit_together(trainings: Sequence[Training]) -> bool:
-    """Whether trainings can run as replicas of one network.
+    """Return whether trainings can run as replicas of one network.
 
-    Their networks are of one architecture, and one that this package built; their recipes differ in the seed alone;
-    they see the same training set, each its own target set.
+    The networks must have the same architecture, built by this package; the recipes may differ in the seed only; the
+    training set must be shared, the target sets may differ.
     """
     first = trainings[0]
-    # What the arithmetic depends on.
+    # Only the fields that determine the computation.
     cards = [replace(training.net.card, classes=(), size=None, record={}) for training in trainings]
     recipes = [replace(training.recipe, seed=0) for training in trainings]
     return (
