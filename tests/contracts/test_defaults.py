@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,52 +14,15 @@ from torch import Tensor
 import testtime as tt
 from testtime import kernels
 from testtime.kernels.cpu import build
+from torch_defaults import DEFAULTS, threads
 
 SOURCES = Path(tt.__file__).parent
 IMAGES = tt.data.open("digits").images(torch.arange(6))
 SETTINGS: dict[str, Any] = {"copies": 4, "lr": 0.05, "seed": 3}
 
 
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-DEFAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
-    "float16": lambda: default_dtype(torch.float16),
-    "float64": lambda: default_dtype(torch.float64),
-    "meta": lambda: default_device("meta"),
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-}
 if kernels.enabled() and build.available():  # torch's own sums depend on the threads
-    DEFAULTS |= {"2 threads": lambda: threads(2), "3 threads": lambda: threads(3)}
+    DEFAULTS = DEFAULTS | {"2 threads": lambda: threads(2), "3 threads": lambda: threads(3)}
 
 
 def answer(adapter: tt.Adapter) -> dict[str, Tensor]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +21,9 @@ from testtime.evaluation import make_plan, run_plan
 from testtime.evaluation.records import evaluate, stream_order
 from testtime.report.correlation import bootstrap_correlation
 from testtime.report.statistics import bootstrap_means
+from torch_defaults import DEFAULTS
 
 NAME = "digits-resnet8-gn-joint"
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextlib.contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-DEFAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
-    "float64": lambda: default_dtype(torch.float64),
-    "meta": lambda: default_device("meta"),
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-}
 
 
 def run_evaluation(folder: Path) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import json
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from adapters import pictures
 from models import Flattening, Residual, VisionTransformer, sequential
 from testtime import Card, CheckpointError, YNet, bundled, load, resnet18, resnet26, resnet50, split
 from testtime.randomness import Draws
+from torch_defaults import DEFAULTS
 
 
 def count_parameters(*modules: nn.Module) -> int:
@@ -657,35 +657,6 @@ def test_the_fingerprint_of_any_precision() -> None:
 # Defaults of torch
 
 
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-DEFAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
-    "float16": lambda: default_dtype(torch.float16),
-    "float64": lambda: default_dtype(torch.float64),
-    "meta": lambda: default_device("meta"),
-    "a meta context": lambda: torch.device("meta"),
-    "inference_mode": torch.inference_mode,
-    "no_grad": torch.no_grad,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-}
 SPLIT = Residual()
 MADE: dict[str, Callable[[], YNet]] = {
     "bundled": lambda: load("digits-resnet8-gn-joint"),

@@ -36,12 +36,13 @@ from testtime.training.replicated import Replicated
 
 SHORT = Recipe(epochs=3, batch=8, lr=0.02, drops=(2,), attack_steps=2)
 CPU = torch.device("cpu")
+LOADED = build._loaded
 
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels round otherwise, and great steps make as much of that as of a last bit of the first weights."""
-    monkeypatch.setenv("TESTTIME_KERNELS", "off")
+    """No C++ kernels: they round differently, and large steps amplify that as much as a last bit of the weights."""
+    monkeypatch.setattr(build, "_loaded", lambda: None)
 
 
 def network(norm: Any = "group", seed: int = 0) -> YNet:
@@ -53,12 +54,12 @@ def curve(net: YNet, key: str = "loss") -> list[float]:
 
 
 def assert_alike(one: YNet, other: YNet, start: YNet) -> None:
-    """Their losses agree, and they are a hundred times nearer to each other than to where they started."""
+    """Their losses agree, and they are a thousand times nearer to each other than to where they started."""
     assert curve(one) == pytest.approx(curve(other), abs=1e-4)
     first = start.state_dict()
     for name, tensor in other.state_dict().items():
         moved = (tensor - first[name]).abs().max()
-        assert (one.state_dict()[name] - tensor).abs().max() <= 1e-2 * moved + 1e-6, name
+        assert (one.state_dict()[name] - tensor).abs().max() <= 1e-3 * moved + 1e-6, name
 
 
 @pytest.mark.parametrize("method", ["plain", "joint", "alp"])
@@ -261,7 +262,7 @@ def test_one_network_is_not_trained_twice_at_once() -> None:
 
 @pytest.fixture
 def compiled(exact: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TESTTIME_KERNELS")
+    monkeypatch.setattr(build, "_loaded", LOADED)
     if not build.available():
         pytest.skip("there is no C++ compiler, or it is not to be used")
 

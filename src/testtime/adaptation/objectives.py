@@ -7,6 +7,7 @@ which are saved, reset and restored together with the replicas.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ class Observation(NamedTuple):
     confidence: Tensor
 
 
-class Objective:
+class Objective(abc.ABC):
     """Base class of the objectives of S replicas.
 
     Args:
@@ -47,19 +48,19 @@ class Objective:
         self.state: dict[str, Tensor] = {}
         """State of the objective by name, `(S, ...)` each."""
 
+    @abc.abstractmethod
     def loss(self, images: Tensor, draws: Draws) -> Tensor:
         """Return the loss `(S, B)` of images `(S, B, C, H, W)`; `draws` has keys `(S, B)`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def observe(self, images: Tensor) -> Observation:
         """Return the outputs of the replicas on plain images `(S, B, C, H, W)`."""
-        raise NotImplementedError
 
     def descend(self, descend: Callable[[Callable[[], Tensor]], None], loss: Callable[[], Tensor]) -> None:
         """Minimise the loss that a function computes; by default with one optimizer step."""
         descend(loss)
 
-    def update(self, draws: Draws) -> None:
+    def update(self, draws: Draws) -> None:  # noqa: B027 (optional)
         """Update the state of the objective after a step."""
 
     def classify(self, images: Tensor, features: Tensor | None = None) -> Tensor:

@@ -79,11 +79,8 @@ def run_plan(
     facts = {one.name: worker.facts(one.name, progress) for one in plan.sets}
     machine = describe_machine(worker.device)
     hardware, versions = machine["hardware"]["device"], machine["versions"]
-    files = {"networks": dict(plan.networks), "folders": {one.name: one.folder for one in plan.sets if one.folder}}
-    about = {"title": plan.title, "command": command, "seeds": list(plan.seeds), "files": files, **machine}
-    about["skipped"] = {name: list(one.skipped) for name, one in facts.items() if one.skipped}
     with hold_folder(out):
-        prepare_folder(out, _describe(worker, facts, networks), about)
+        prepare_folder(out, _describe(worker, facts, networks), _make_record(plan, facts, command) | machine)
         units, images = plan.units(), {name: one.count for name, one in facts.items()}
         finished = set(open_run(out, images).units)
         # Ray workers do not resume from the checkpoints of this process.
@@ -114,6 +111,13 @@ def run_plan(
             run_on_ray(plan, missing, facts, worker.device, ray, meter, write, worker.fingerprints)
         saved.remove()
     return open_run(out, images)
+
+
+def _make_record(plan: Plan, facts: Mapping[str, Facts], command: str) -> dict[str, Any]:
+    """Return what a run records about itself besides its configuration."""
+    files = {"networks": dict(plan.networks), "folders": {one.name: one.folder for one in plan.sets if one.folder}}
+    skipped = {name: list(one.skipped) for name, one in facts.items() if one.skipped}
+    return {"title": plan.title, "command": command, "seeds": list(plan.seeds), "files": files, "skipped": skipped}
 
 
 def _run_here(
