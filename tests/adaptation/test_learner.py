@@ -137,6 +137,9 @@ def test_a_state_that_does_not_fit_changes_nothing(learner: Learner) -> None:
         state | {first: torch.zeros(1, 2, 3)},
         state | {first: state[first].double()},
         state | {memory: torch.zeros(1, 2, 3)},
+        state | {memory: torch.tensor(1.0)},
+        state | {memory: state[memory].long()},
+        {name: tensor for name, tensor in state.items() if name != memory},
         state | {"elsewhere": torch.zeros(COUNT)},
         state | {"optimizer/momentum_buffer/elsewhere": torch.zeros(COUNT)},
         state | {memory.replace("momentum_buffer", "exp_avg"): state[memory]},
@@ -144,6 +147,18 @@ def test_a_state_that_does_not_fit_changes_nothing(learner: Learner) -> None:
         with pytest.raises(ValueError, match="does not fit"):
             learner.load(wrong)
         assert equal(learner.state(), before)
+
+
+@pytest.mark.parametrize("update", ["norm", "all"])
+def test_optimizer_state_that_is_not_complete_is_refused(update: str) -> None:
+    learner = make_learner(network("resnet26"), optimizer=torch.optim.Adam, update=update)
+    learn(learner)
+    state = learner.state()
+    for key in ("step", "exp_avg"):
+        missing = next(name for name in state if name.startswith(f"optimizer/{key}/"))
+        with pytest.raises(ValueError, match="incomplete"):
+            learner.load({name: tensor for name, tensor in state.items() if name != missing})
+    assert equal(learner.state(), state)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -180,7 +195,7 @@ def test_an_interrupt_leaves_batch_norm_in_no_other_mode(way: str) -> None:
         expected, snapshot = learner.objective.observe(images), learner.snapshot()
         learner.replicas.train_norms(True)  # as where the interrupt came while learning ended
         if way == "restore":
-            learner.restore(snapshot, learner.everyone)
+            learner.restore(snapshot, learner.all_rows)
         else:
             learner.reset()
         assert torch.equal(learner.objective.observe(images).logits, expected.logits)

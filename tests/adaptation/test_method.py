@@ -261,8 +261,8 @@ def test_episodes_that_do_not_fit_into_the_memory_are_run_in_smaller_numbers(
     run = testtime.adaptation.adapters.run
 
     def run_or_fail(learner: Any, *given: Any) -> Prediction:
-        tried.append(len(learner.everyone))
-        if len(learner.everyone) > 2:
+        tried.append(len(learner.all_rows))
+        if len(learner.all_rows) > 2:
             raise torch.OutOfMemoryError
         return run(learner, *given)
 

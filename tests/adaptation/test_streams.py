@@ -363,7 +363,7 @@ def test_a_step_costs_as_much_as_the_streams_that_take_part(together: int, monke
     net, sizes = network(), []
     streams = Streams(net, 9, together=together, optimizer=MOMENTUM, **GIVEN)
     alone = [Online(net, optimizer=MOMENTUM, **GIVEN) for _ in range(9)]
-    monkeypatch.setattr(replica_store, "run", lambda one, *given: sizes.append(len(one.everyone)) or run(one, *given))
+    monkeypatch.setattr(replica_store, "run", lambda one, *given: sizes.append(len(one.all_rows)) or run(one, *given))
     calls = [[4], [1, 2, 3], list(range(9)), [8, 0, 4, 2, 6], [3], list(range(9)), [4, 5]]
     for call, chosen in enumerate(calls):
         images = pictures(len(chosen), seed=call)

@@ -23,7 +23,7 @@ from report_runs import make_columns, make_run
 from testtime.cli import run as run_command
 from testtime.data.sets import TensorSet
 from testtime.diagnosis import StudyError, gradient_correlation, name_sets, open_for, read_gradient_study, run_study
-from testtime.diagnosis.correlation import STAND_IN, BatchGradients
+from testtime.diagnosis.batch_gradients import STAND_IN, BatchGradients
 from testtime.diagnosis.gradients import ImageGradients, Products, name_layers
 from testtime.report.correlation import bootstrap_correlation, format_correlations, join
 from testtime.report.sources import ResultsError

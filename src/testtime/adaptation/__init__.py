@@ -4,10 +4,11 @@ method.py         observe, learn, observe again
 objectives.py     losses on unlabelled images; corrections.py: methods without gradients
 methods.py        METHODS: objectives and settings by name
 settings.py       settings of an adapter; guard.py: which images to learn from, and which updates to undo
-learner.py        replicas, objective and optimizer; optimizers.py: how an optimizer treats stacked parameters
+learner.py        replicas, objective and optimizer; optimizers.py: optimizers of stacked parameters
 adapters.py       Fixed, Episodic, Online; streams.py: many online streams
 replica_store.py  storage of many streams; batching.py: how many run in parallel; recorder.py: CUDA graphs
-source.py         the unadapted network; prediction.py: predictions of an adapter; state.py: saved states
+source.py         the unadapted network; prediction.py: predictions of an adapter
+state.py          the state of an adapter: counts and what it has learned, saved and loaded
 inputs.py         checks of arguments
 """
 

@@ -13,19 +13,16 @@ An image is predicted after the update on it. Adapters never see labels and neve
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from testtime import augment as augmentations
 from testtime import kernels, tasks
@@ -37,39 +34,16 @@ from testtime.adaptation.methods import METHODS, Method, Mode, find_method
 from testtime.adaptation.optimizers import is_rowwise
 from testtime.adaptation.prediction import Prediction
 from testtime.adaptation.recorder import run, run_each
-from testtime.adaptation.replica_store import ReplicaStore
 from testtime.adaptation.source import Source
-from testtime.adaptation.state import check_state, load_learner, save_learner
-from testtime.checks import check_format
+from testtime.adaptation.state import Stateful
 from testtime.networks.ynet import YNet
 from testtime.precision import Precision, arithmetic
-from testtime.storage import FileError
 from testtime.tasks import Task
-from testtime.tensorfile import pack_text, read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 
-_KEY = "testtime-adapter"
-_FORMAT = 1
 
-
-class _Lock:
-    """A lock that is not shared with copies of its owner."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Lock, ()
-
-
-class Adapter(nn.Module):
+class Adapter(Stateful):
     """Base class of the adapters: network, method, settings, sample counter, and input checks.
 
     An adapter is called like any classifier: `adapter(images)` returns logits, `predict` returns more. As a module it
@@ -84,38 +58,14 @@ class Adapter(nn.Module):
     """
 
     def __init__(self, net: YNet, method: str | Method, mode: Mode, settings: Mapping[str, Any]) -> None:
-        super().__init__()
         _check_network(net)
-        self.method = find_method(method)
-        given = self.method.make_settings(mode, settings)
+        method = find_method(method)
+        given = method.make_settings(mode, settings)
         task = given.task or tasks.make(net.card.task)
         augment = given.augment or augmentations.make(net.card.augment)
-        self.settings = replace(given, task=task, augment=augment)
-        self._lock = _Lock()
-        with torch.inference_mode(False):
-            # In a list, to hide it from nn.Module: train() and to() must not affect it.
-            self._networks = [copy.deepcopy(net).eval().requires_grad_(False)]
-        self.device = next(self._networks[0].parameters()).device
+        super().__init__(net)
+        self.method, self.settings = method, replace(given, task=task, augment=augment)
         self._sources: dict[tuple[int, ...], Source] = {}
-        self.reset()
-
-    def reset(self) -> None:
-        """Reset to the original network: the sample counter, the counts, and everything learned."""
-        with self._lock, torch.inference_mode(False):
-            self.seen = 0
-            # On the network's device, so that counting does not synchronise.
-            self._counts = torch.zeros(2, dtype=torch.int64, device=self.device)
-            self._learned: Learner | ReplicaStore | None = None
-
-    @property
-    def adapted(self) -> int:
-        """Number of images predicted by a network that adapted to them."""
-        return int(self._counts[0])
-
-    @property
-    def rolled_back(self) -> int:
-        """Number of images whose update was undone by the guard."""
-        return int(self._counts[1])
 
     def forward(self, images: Tensor) -> Tensor:
         """Return class logits `(N, K)` of images `(N, C, H, W)`, after adaptation."""
@@ -144,46 +94,6 @@ class Adapter(nn.Module):
                 self.seen += len(images)
         return prediction
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return everything the adapter has learned and counted, as tensors by name."""
-        with self._lock:
-            counts = [self.seen, self.adapted, self.rolled_back]
-            return {
-                **{key: pack_text(text) for key, text in self._identify().items()},
-                "counts": torch.tensor(counts, dtype=torch.int64, device="cpu"),
-                **save_learner(self._learned),
-            }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Continue from a state returned by `state_dict`, bit for bit.
-
-        Raises:
-            ValueError: The state is of another network, adapter or settings; nothing was changed.
-        """
-        counts = check_state(state_dict, self._identify())
-        with self._lock, torch.inference_mode(False), self._all_or_nothing():
-            self._learned = load_learner(state_dict, self._networks[0], self._make_learner)
-            self.seen = counts[0]
-            self._counts = torch.tensor(counts[1:], dtype=torch.int64, device=self.device)
-
-    def save(self, path: str | Path) -> None:
-        """Write the state to a safetensors file, atomically."""
-        write_tensors(path, self.state_dict(), _KEY, {"format": _FORMAT})
-
-    def load(self, path: str | Path) -> None:
-        """Continue from a file written by `save`.
-
-        Raises:
-            FileError: The file cannot be read or does not match this adapter; nothing was changed.
-        """
-        about, state = read_tensors(path, _KEY)
-        if about is not None:
-            check_format(path, about.get("format"), _FORMAT)
-        try:
-            self.load_state_dict(state)
-        except ValueError as error:
-            raise FileError(path, str(error).rstrip(".")) from None
-
     def describe(self) -> dict[str, Any]:
         """Return method and settings, JSON-serializable."""
         # Records of version 0.1 have no method, only the settings of its presets.
@@ -191,32 +101,8 @@ class Adapter(nn.Module):
         return named | self.settings.describe()
 
     def _identify(self) -> dict[str, str]:
-        """Return what a state and the adapter that loads it must have in common."""
         settings = json.dumps(self.describe(), sort_keys=True)
         return {"adapter": type(self).__name__, "settings": settings, "network": self._networks[0].fingerprint()}
-
-    @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Undo everything learned and counted inside the context on an error, including Ctrl-C."""
-        counts, seen, undo = self._counts, self.seen, self._remember()
-        try:
-            yield
-        except BaseException:
-            undo()
-            self._counts, self.seen = counts, seen
-            raise
-
-    def _remember(self) -> Callable[[], None]:
-        """Return a function that restores the current state of learning."""
-        learned = self._learned
-        undo = None if learned is None else learned.remember()
-
-        def restore() -> None:
-            self._learned = learned
-            if undo is not None:
-                undo()
-
-        return restore
 
     def _number(self, images: Tensor) -> Tensor:
         """Return the sample numbers of the next images."""
@@ -224,10 +110,6 @@ class Adapter(nn.Module):
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         raise TypeError("Adapter is a base class; use Fixed, Episodic or Online.")
-
-    def _make_learner(self, shape: tuple[int, ...]) -> Learner | ReplicaStore:
-        """Return a learner for images of shape (C, H, W)."""
-        raise ValueError(f"{type(self).__name__} has no state.")
 
     def _unadapted(self, images: Tensor) -> Prediction:
         """Return the predictions of the unadapted network."""
@@ -361,8 +243,7 @@ class Episodic(Adapter):
             run(learner, *arguments).logits.cpu()
             return time.perf_counter() - begin
 
-        described = json.dumps(self.describe(), sort_keys=True)
-        return choose_fastest((self._networks[0].fingerprint(), shape, images.device, described), counts, trial)
+        return choose_fastest((*self._identify().values(), shape, images.device), counts, trial)
 
 
 class Online(Adapter):

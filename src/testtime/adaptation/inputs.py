@@ -1,4 +1,4 @@
-"""Checks of arguments: images and sample numbers."""
+"""Checks of arguments: images, sample numbers and streams."""
 
 from __future__ import annotations
 
@@ -38,3 +38,15 @@ def check_samples(samples: Tensor, count: int) -> None:
         raise TypeError(f"`samples` must be a tensor of integers, got {type(samples).__name__}.")
     if samples.dtype not in (torch.int64, torch.int32) or samples.shape != (count,):
         raise ValueError(f"`samples` must be {count} integers, got {samples.dtype} {tuple(samples.shape)}.")
+
+
+def check_streams(streams: Tensor, images: int, count: int) -> None:
+    """Check which of `count` streams the given number of images belong to.
+
+    Raises:
+        ValueError: They are not different integers from 0 to count - 1, one for each image.
+    """
+    if streams.shape != (images,) or streams.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"`streams` must be {images} integers, got {streams.dtype} {tuple(streams.shape)}.")
+    if len(streams.unique()) < images or (streams < 0).any() or (streams >= count).any():
+        raise ValueError(f"`streams` must be different numbers from 0 to {count - 1}, got {streams.tolist()}.")

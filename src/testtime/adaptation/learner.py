@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from testtime.adaptation.methods import Method
-from testtime.adaptation.optimizers import find_memory, is_rowwise
+from testtime.adaptation.optimizers import StackedOptimizer
 from testtime.adaptation.settings import Settings, Update
 from testtime.kernels.graphs import Concurrent, Later, can_record
 from testtime.networks.replicas import Part, Replicas, put_rows
@@ -33,7 +32,7 @@ class Snapshot(NamedTuple):
 
     Attributes:
         pieces: The tensors of replicas and objective, `(S, ...)` each.
-        memory: The optimizer's state by parameter and name; or its `state_dict`, if it mixes rows.
+        memory: The optimizer's state, see `StackedOptimizer.snapshot`.
     """
 
     pieces: list[Tensor]
@@ -62,8 +61,8 @@ class Learner:
         example = Draws.of(0, torch.arange(2, device=device)).uniform(*shape)
         self.replicas = Replicas(net, count, parts, example, check_precision(settings.precision))
         self.replicas.use_statistics(settings.statistics)
-        self.moving = self.replicas.parameters(moving, norms_only=settings.update == "norm")
-        for parameter in self.moving.values():
+        parameters = self.replicas.parameters(moving, norms_only=settings.update == "norm")
+        for parameter in parameters.values():
             parameter.requires_grad_(True)
         self._side = Concurrent(device)
         # Not a method, which would make a reference cycle with the objective and delay the release of memory.
@@ -72,34 +71,17 @@ class Learner:
         self.objective = method.objective(self.replicas, settings, self.later)
         self.pieces = [*self.replicas.pieces, *self.objective.state.values()]
         self.origin = [piece.clone() for piece in self.pieces]
-        # An elementwise optimizer updates all parameters as one tensor, in one launch.
-        self.rowwise = is_rowwise(settings)
-        self.flat = self.rowwise and len(self.moving) == len(self.replicas.parameters(parts))
-        self.optimizer = self._make_optimizer()
-        self.everyone = torch.ones(count, dtype=torch.bool, device=device)
+        self.optimizer = StackedOptimizer(settings, self.replicas.packed, parameters)
+        self.all_rows = torch.ones(count, dtype=torch.bool, device=device)
         """Mask of all replicas, bool `(S,)`; stored because recorded graphs read it."""
         self.recordings: dict[Any, Any] = {}
         """Recorded episodes by image shape, see recorder.py."""
-        self.eager = not (self.flat and can_record(device))
+        self.eager = not (self.optimizer.flat and can_record(device))
         """Whether episodes run eagerly rather than from recordings."""
 
     def descend(self, loss: Callable[[], Tensor]) -> None:
         """Take one optimizer step on the loss that the given function computes."""
-
-        def evaluate() -> Tensor:
-            if self.flat:
-                value, self.replicas.packed.numbers.grad = self.replicas.packed.gradient(loss)
-            else:
-                total = loss()
-                gradients = torch.autograd.grad(total, list(self.moving.values()), allow_unused=True)
-                for parameter, gradient in zip(self.moving.values(), gradients, strict=True):
-                    parameter.grad = None if gradient is None else gradient.contiguous()
-                value = total.detach()
-            self._side.wait()
-            return value
-
-        with torch.enable_grad():
-            self.optimizer.step(evaluate)  # type: ignore[arg-type]  # torch types the closure as returning a float
+        self.optimizer.step(loss, self._side.wait)
 
     def is_finite(self) -> Tensor:
         """Return which replicas have only finite values, bool `(S,)`."""
@@ -119,21 +101,16 @@ class Learner:
                 piece.copy_(origin)
             else:
                 put_rows(piece, origin, rows)
-        if not self.rowwise:
-            self.optimizer = self._make_optimizer()
-        for tensor in self._memory().values():
-            tensor.zero_() if rows is None else tensor.masked_fill_(_mask(rows, tensor), 0)
+        self.optimizer.reset(rows)
 
     def snapshot(self) -> Snapshot:
         """Return a copy of everything that learning changes, for `restore`."""
-        memory: Any = {key: value.clone() for key, value in self._memory().items()}
-        pieces = [piece.clone() for piece in self.pieces]
-        return Snapshot(pieces, memory if self.rowwise else copy.deepcopy(self.optimizer.state_dict()))
+        return Snapshot([piece.clone() for piece in self.pieces], self.optimizer.snapshot())
 
-    def remember(self) -> Callable[[], None]:
+    def make_undo(self) -> Callable[[], None]:
         """Return a function that restores the current state."""
         good = self.snapshot()
-        return lambda: self.restore(good, self.everyone)
+        return lambda: self.restore(good, self.all_rows)
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot, rows: Tensor) -> None:
@@ -145,19 +122,7 @@ class Learner:
         self.replicas.use_statistics(self.settings.statistics)  # an interrupt may have left BatchNorm in training mode
         for piece, old in zip(self.pieces, snapshot.pieces, strict=True):
             put_rows(piece, old, rows)
-        if not self.rowwise:
-            if rows.all():
-                self.optimizer.load_state_dict(snapshot.memory)
-            return
-        own, targets = self._memory(), self._targets()
-        for entry, old in snapshot.memory.items():
-            if entry not in own:  # from another learner, whose optimizer has taken a step
-                name, key = entry
-                self.optimizer.state[targets[name]][key] = own[entry] = torch.zeros_like(old)
-        for entry, tensor in own.items():
-            # State that did not exist yet at the time of the snapshot was zero, see is_rowwise.
-            old = snapshot.memory.get(entry, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
-            tensor.copy_(torch.where(_mask(rows, tensor), old, tensor))
+        self.optimizer.restore(snapshot.memory, rows)
 
     def state(self) -> dict[str, Tensor]:
         """Return a copy of everything that learning changes, by name, in the shapes of the network.
@@ -165,18 +130,7 @@ class Learner:
         Raises:
             ValueError: The optimizer's state is not made up of tensors.
         """
-        state, packed = self._named(), self.replicas.packed
-        for target, parameter in self._targets().items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if value is None:
-                    continue
-                if not isinstance(value, Tensor):
-                    raise ValueError(f"The optimizer's {key!r} is not a tensor, so this state cannot be saved.")
-                if value.shape == packed.numbers.shape and target == "numbers":
-                    state |= {f"optimizer/{key}/{part}": view for part, view in packed.unpack(value).items()}
-                else:
-                    # Step counts have torch's default dtype, which the state must not depend on.
-                    state[f"optimizer/{key}/{target}"] = value if value.dim() else value.float()
+        state = self._named() | {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state().items()}
         return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
 
     @torch.no_grad()
@@ -186,65 +140,23 @@ class Learner:
         Raises:
             ValueError: A tensor is missing, unknown or has another shape; nothing was changed.
         """
-        own, targets = self._named(), self._targets()
+        own = self._named()
         for name, tensor in own.items():
             if name not in state or state[name].shape != tensor.shape or state[name].dtype != tensor.dtype:
                 raise ValueError(f"The state does not fit: tensor {name!r} is missing, or has another shape or type.")
-        memory = self._read_memory({name: state[name] for name in state.keys() - own.keys()})
-        packed = self.replicas.packed
-        optimizer, device = self._make_optimizer(), packed.numbers.device
-        for key, tensors in memory.items():
-            if self.flat and tensors.keys() == self.moving.keys():
-                tensors = {
-                    "numbers": self.replicas.packed.pack({name: tensor.to(device) for name, tensor in tensors.items()})
-                }
-            for target, tensor in tensors.items():
-                # torch stores step counts on the CPU, everything else on the parameter's device
-                optimizer.state[targets[target]][key] = tensor.to(device) if tensor.dim() else tensor
+        memory = {name: tensor for name, tensor in state.items() if name not in own}
+        for name in memory:
+            if not name.startswith("optimizer/"):
+                raise ValueError(f"The state does not fit: {name!r} belongs to another network.")
         self._side.wait()
+        self.optimizer.load({name.removeprefix("optimizer/"): tensor for name, tensor in memory.items()})
         for name, tensor in own.items():
             tensor.copy_(state[name])
-        self.optimizer = optimizer
-        self.recordings.clear()  # they refer to the old optimizer
-
-    def _read_memory(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer's state by key and target, from its tensors in a saved state."""
-        shapes = {name: tensor.shape for name, tensor in {**self.moving, **self._targets()}.items()}
-        known, memory = find_memory(self.settings), {}
-        for name, tensor in state.items():
-            kind, _, rest = name.partition("/")
-            key, _, target = rest.partition("/")
-            if kind != "optimizer":
-                raise ValueError(f"The state does not fit: {name!r} belongs to another network.")
-            if target not in shapes:
-                raise ValueError(f"The state does not fit: it has optimizer state of {target!r}, which does not learn.")
-            if key not in known:
-                raise ValueError(f"The state does not fit: this optimizer has no state {key!r}.")
-            if tensor.dim() and tensor.shape != shapes[target]:
-                raise ValueError(f"The state does not fit: {name!r} has another shape.")
-            memory.setdefault(key, {})[target] = tensor.detach().clone()
-        return memory
+        self.recordings.clear()  # they refer to the old optimizer state
 
     def _named(self) -> dict[str, Tensor]:
         """Return the tensors of replicas and objective by name."""
         return self.replicas.tensors | {f"objective/{name}": tensor for name, tensor in self.objective.state.items()}
-
-    def _targets(self) -> dict[str, Tensor]:
-        """Return the tensors that the optimizer updates, by name."""
-        return {"numbers": self.replicas.packed.numbers} if self.flat else self.moving
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        optimizer = self.settings.optimizer(list(self._targets().values()), lr=self.settings.lr)
-        for group in optimizer.param_groups:
-            if self.flat and group.get("foreach", True) is None:
-                group["foreach"] = False  # foreach splits a single tensor into a few large pieces
-        return optimizer
-
-    def _memory(self) -> dict[tuple[str, str], Tensor]:
-        """Return the optimizer's state tensors, by the name of the updated tensor and the key."""
-        held = {name: self.optimizer.state.get(tensor, {}) for name, tensor in self._targets().items()}
-        items = ((name, key, value) for name, memory in held.items() for key, value in memory.items())
-        return {(name, key): value for name, key, value in items if isinstance(value, Tensor)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copied or pickled individually, parameters would no longer be views of one tensor. Bytes, since the shared
@@ -263,11 +175,6 @@ def _start(replicas: Replicas, side: Concurrent, function: Callable[..., Any], *
     if replicas.has_statistics:  # they change in every forward pass
         return Later(function(*arguments))
     return side.later(function, *arguments)
-
-
-def _mask(rows: Tensor, tensor: Tensor) -> Tensor:
-    """Return a mask of rows that broadcasts to a stacked tensor; for a shared scalar, whether all rows are set."""
-    return rows.view(-1, *[1] * (tensor.dim() - 1)) if tensor.dim() else rows.all().to(tensor.device)
 
 
 def _tracks_statistics(module: nn.Module) -> bool:

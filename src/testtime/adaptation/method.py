@@ -22,7 +22,7 @@ from testtime.randomness import Draws
 
 
 @torch.no_grad()
-def episode(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -> Prediction:
+def episode(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
     """Observe, learn, observe again; undo updates that were gated or failed.
 
     Replicas stopped by the gate or the guard are restored; the others are not affected.
@@ -31,7 +31,6 @@ def episode(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -
         learner: S replicas and their optimizer, updated in place.
         images: `(S, B, C, H, W)`.
         samples: Sample numbers `(S, B)`, which seed the augmentations.
-        active: Which replicas may learn, bool `(S,)`.
 
     Returns:
         The predictions, `(S, B, ...)`.
@@ -39,7 +38,7 @@ def episode(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -
     settings, objective = learner.settings, learner.objective
     good = learner.later(learner.snapshot)
     before = learner.later(objective.observe, images)  # concurrently with learning, unless the gate needs it
-    wanted = active[:, None].expand_as(samples)  # (S, B)
+    wanted = learner.all_rows[:, None].expand_as(samples)  # (S, B)
     if settings.threshold < 1:
         wanted = wanted & gate(before.result().confidence, settings.threshold)
     if not possibly_any(wanted):
@@ -53,7 +52,7 @@ def episode(learner: Learner, images: Tensor, samples: Tensor, active: Tensor) -
         after = objective.observe(images)
         prediction, undone = settle(wanted, before.result(), after, finite.result(), settings.guard)
     except BaseException:  # including Ctrl-C: a partial update must not remain
-        learner.restore(good.result(), learner.everyone)
+        learner.restore(good.result(), learner.all_rows)
         raise
     if possibly_any(undone):
         learner.restore(good.result(), undone)

@@ -1,13 +1,16 @@
-"""How an optimizer treats stacked parameters, determined by trying it."""
+"""Optimizers of stacked parameters: how they treat rows, determined by trying them, and their state."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from testtime.adaptation.settings import Settings
+from testtime.networks.packed import PackedParameters
 from testtime.randomness import Draws
 
 
@@ -57,3 +60,146 @@ def find_memory(settings: Settings) -> dict[str, Any]:
 def _step(optimizer: torch.optim.Optimizer, parameter: Tensor, gradient: Tensor) -> None:
     parameter.grad = gradient.clone()
     optimizer.step()
+
+
+class StackedOptimizer:
+    """An optimizer of stacked parameters, whose state can be read, reset and restored by replica.
+
+    An elementwise optimizer updates all parameters as one tensor, in one launch.
+
+    Args:
+        settings: The settings.
+        packed: All parameters of the replicas.
+        moving: The parameters that learn, by name, `(S, ...)` each.
+    """
+
+    def __init__(self, settings: Settings, packed: PackedParameters, moving: dict[str, Tensor]) -> None:
+        self._settings, self._packed, self._moving = settings, packed, moving
+        self.rowwise = is_rowwise(settings)
+        self.flat = self.rowwise and len(moving) == len(packed.parameters)
+        """Whether all parameters are updated as one tensor."""
+        self._targets = {"numbers": packed.numbers} if self.flat else moving
+        self._optimizer = self._make()
+
+    def step(self, loss: Callable[[], Tensor], wait: Callable[[], None]) -> None:
+        """Take one step on the loss that `loss` computes; `wait` is called between gradient and update."""
+
+        def evaluate() -> Tensor:
+            if self.flat:
+                value, self._packed.numbers.grad = self._packed.gradient(loss)
+            else:
+                total = loss()
+                gradients = torch.autograd.grad(total, list(self._moving.values()), allow_unused=True)
+                for parameter, gradient in zip(self._moving.values(), gradients, strict=True):
+                    parameter.grad = None if gradient is None else gradient.contiguous()
+                value = total.detach()
+            wait()
+            return value
+
+        with torch.enable_grad():
+            self._optimizer.step(evaluate)  # type: ignore[arg-type]  # torch types the closure as returning a float
+
+    def reset(self, rows: Tensor | None) -> None:
+        """Forget the state of all replicas, or of those where `rows`, bool `(S,)`, is true."""
+        if not self.rowwise:
+            self._optimizer = self._make()
+        for tensor in self._memory().values():
+            tensor.zero_() if rows is None else tensor.masked_fill_(_mask(rows, tensor), 0)
+
+    def snapshot(self) -> Any:
+        """Return a copy of the state: tensors by parameter and key; or a `state_dict`, if the optimizer mixes rows."""
+        if not self.rowwise:
+            return copy.deepcopy(self._optimizer.state_dict())
+        return {entry: tensor.clone() for entry, tensor in self._memory().items()}
+
+    def restore(self, snapshot: Any, rows: Tensor) -> None:
+        """Restore the state of the replicas where `rows`, bool `(S,)`, is true, from a snapshot."""
+        if not self.rowwise:
+            if rows.all():
+                self._optimizer.load_state_dict(snapshot)
+            return
+        own = self._memory()
+        for entry, old in snapshot.items():
+            if entry not in own:  # from another optimizer, which has taken a step
+                name, key = entry
+                self._optimizer.state[self._targets[name]][key] = own[entry] = torch.zeros_like(old)
+        for entry, tensor in own.items():
+            # State that did not exist yet at the time of the snapshot was zero, see is_rowwise.
+            old = snapshot.get(entry, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+            tensor.copy_(torch.where(_mask(rows, tensor), old, tensor))
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state by key and parameter, in the shapes of the network.
+
+        Raises:
+            ValueError: The state is not made up of tensors.
+        """
+        state: dict[str, Tensor] = {}
+        for target, parameter in self._targets.items():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if value is None:
+                    continue
+                if not isinstance(value, Tensor):
+                    raise ValueError(f"The optimizer's {key!r} is not a tensor, so this state cannot be saved.")
+                if self.flat and value.shape == parameter.shape:
+                    state |= {f"{key}/{name}": view for name, view in self._packed.unpack(value).items()}
+                else:
+                    # Step counts have torch's default dtype, which the state must not depend on.
+                    state[f"{key}/{target}"] = value if value.dim() else value.float()
+        return state
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from the state of an optimizer with the same parameters and settings.
+
+        Raises:
+            ValueError: A tensor is missing, unknown, or has another shape or type; nothing was changed.
+        """
+        known = {key: value for key, value in find_memory(self._settings).items() if isinstance(value, Tensor)}
+        parameters, device = self._moving | self._targets, self._packed.numbers.device
+        memory: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in state.items():
+            key, _, target = name.partition("/")
+            if key not in known or target not in parameters or not _fits(tensor, known[key], parameters[target]):
+                raise ValueError(
+                    f"The state does not fit: {key!r} of {target!r} is unknown, or has another shape or type."
+                )
+            # torch stores step counts on the CPU, everything else on the parameter's device
+            own = tensor.detach().to(device, copy=True) if tensor.dim() else tensor.detach().clone()
+            memory.setdefault(key, {})[target] = own
+        held: dict[str, dict[str, Tensor]] = {}
+        for key, tensors in memory.items():
+            if self.flat and tensors.keys() == self._moving.keys():
+                tensors = {"numbers": self._packed.pack(tensors)}
+            for target, tensor in tensors.items():
+                held.setdefault(target, {})[key] = tensor
+        if any(target not in self._targets or found.keys() != known.keys() for target, found in held.items()):
+            raise ValueError("The state does not fit: the optimizer's state is incomplete.")
+        self._optimizer = self._make()
+        for target, found in held.items():
+            self._optimizer.state[self._targets[target]].update(found)
+
+    def _make(self) -> torch.optim.Optimizer:
+        optimizer = self._settings.optimizer(list(self._targets.values()), lr=self._settings.lr)
+        for group in optimizer.param_groups:
+            if self.flat and group.get("foreach", True) is None:
+                group["foreach"] = False  # foreach splits a single tensor into a few large pieces
+        return optimizer
+
+    def _memory(self) -> dict[tuple[str, str], Tensor]:
+        """Return the optimizer's state tensors, by the name of the updated tensor and the key."""
+        held = {name: self._optimizer.state.get(tensor, {}) for name, tensor in self._targets.items()}
+        items = ((name, key, value) for name, memory in held.items() for key, value in memory.items())
+        return {(name, key): value for name, key, value in items if isinstance(value, Tensor)}
+
+
+def _fits(tensor: Tensor, example: Tensor, parameter: Tensor) -> bool:
+    """Return whether a saved tensor can be a parameter's state, of which there is an example."""
+    if example.dim() == 0:
+        return tensor.dim() == 0 and tensor.dtype == torch.float32
+    dtype = parameter.dtype if example.is_floating_point() else example.dtype
+    return tensor.shape == parameter.shape and tensor.dtype == dtype
+
+
+def _mask(rows: Tensor, tensor: Tensor) -> Tensor:
+    """Return a mask of rows that broadcasts to a stacked tensor; for a shared scalar, whether all rows are set."""
+    return rows.view(-1, *[1] * (tensor.dim() - 1)) if tensor.dim() else rows.all().to(tensor.device)

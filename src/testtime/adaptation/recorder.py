@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,33 +28,26 @@ def run(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
         images: `(S, B, C, H, W)`.
         samples: Sample numbers `(S, B)`.
     """
-
-    def whole(images: Tensor, samples: Tensor) -> tuple[Tensor, ...]:
-        return _run_episode(learner, images, samples)
-
     key = (*images.shape, images.dtype)
-    graph = _find(learner, key, lambda: Captured(whole, images, samples))
+    graph = _find(learner, key, lambda: Captured(partial(_run_episode, learner), images, samples))
     if graph is None:
-        return episode(learner, images, samples, learner.everyone)
+        return episode(learner, images, samples)
     return Prediction(*graph(images, samples))
 
 
 def run_each(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
     """Run sequential episodes on a single replica, for images `(N, C, H, W)` with sample numbers `(N,)`."""
-
-    def one(image: Tensor, sample: Tensor) -> tuple[Tensor, ...]:
-        return _run_episode(learner, image, sample)
-
     inputs = images[:, None, None], samples[:, None, None]  # (N, 1, 1, C, H, W)
     key = ("each", *images.shape[1:], images.dtype)
-    graph = _find(learner, key, lambda: Series(one, _STRETCH, *(tensor[0] for tensor in inputs)))
+    first = [tensor[0] for tensor in inputs]
+    graph = _find(learner, key, lambda: Series(partial(_run_episode, learner), _STRETCH, *first))
     if graph is None:
-        return Prediction.join([episode(learner, *both, learner.everyone)[0] for both in zip(*inputs, strict=True)])
+        return Prediction.join([episode(learner, *both)[0] for both in zip(*inputs, strict=True)])
     return Prediction(*(output[:, 0, 0] for output in graph(*inputs)))
 
 
 def _run_episode(learner: Learner, images: Tensor, samples: Tensor) -> tuple[Tensor, ...]:
-    prediction = episode(learner, images, samples, learner.everyone)
+    prediction = episode(learner, images, samples)
     return tuple(getattr(prediction, f.name) for f in fields(Prediction))
 
 
@@ -66,7 +60,7 @@ def _find(learner: Learner, key: Any, make: Callable[[], Captured | Series]) -> 
         try:
             recording = record(make)
         finally:
-            learner.restore(good, learner.everyone)
+            learner.restore(good, learner.all_rows)
         if recording is None:
             learner.eager = True
             return None

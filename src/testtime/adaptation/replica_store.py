@@ -67,14 +67,13 @@ class ReplicaStore:
             self._store_rows(rows, pieces, memory)
         return Prediction.join(predictions)
 
-    def remember(self, streams: Tensor | None = None) -> Callable[[], None]:
+    def make_undo(self, streams: Tensor | None = None) -> Callable[[], None]:
         """Return a function that restores the current state of the given streams, or of all."""
         if self._resident:
-            home = self._resident_learner()
-            good = home.snapshot()
+            undo_learner = self._resident_learner().make_undo()
 
             def undo() -> None:
-                home.restore(good, home.everyone)
+                undo_learner()
                 self._resident = True  # the stored rows, if any, are outdated
 
         else:
@@ -98,7 +97,7 @@ class ReplicaStore:
         if self._resident:
             return self._resident_learner().replicas.read(row)
         learner = self._learner(1)
-        self._load_rows(learner, torch.tensor([row], dtype=torch.int64, device=learner.everyone.device))
+        self._load_rows(learner, torch.tensor([row], dtype=torch.int64, device=learner.all_rows.device))
         return learner.replicas.read(0)
 
     def reset(self, rows: Tensor) -> None:
@@ -160,7 +159,7 @@ class ReplicaStore:
         """Move all replicas to the learner of size S, and return it."""
         learner = self._learner(self.count)
         if not self._resident and self._pieces:
-            learner.restore(Snapshot(self._pieces, self._memory), learner.everyone)
+            learner.restore(Snapshot(self._pieces, self._memory), learner.all_rows)
         self._resident = True
         return learner
 
@@ -180,7 +179,7 @@ class ReplicaStore:
     def _load_rows(self, learner: Learner, rows: Tensor) -> None:
         """Copy rows to a learner."""
         memory = {key: tensor[rows] for key, tensor in self._memory.items()}
-        learner.restore(Snapshot([piece[rows] for piece in self._pieces], memory), learner.everyone)
+        learner.restore(Snapshot([piece[rows] for piece in self._pieces], memory), learner.all_rows)
 
     def _store_rows(self, rows: Tensor, pieces: list[Tensor], memory: Mapping[Any, Tensor]) -> None:
         """Store the first replicas of a learner as the given rows."""

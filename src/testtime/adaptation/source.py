@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Source:
         if self._correction is None:
             return prediction
         features = run_fitting(most, lambda count: self._embed(images.split(count)))
-        return Prediction(self._correction(prediction.logits, features), *_list_fields(prediction)[1:])
+        return replace(prediction, logits=self._correction(prediction.logits, features))
 
     def _observe(self, chunks: tuple[Tensor, ...]) -> Observation:
         parts = [self._objective.observe(chunk[None]) for chunk in chunks]
@@ -73,7 +74,3 @@ class Source:
 
 def _run_now(function: Callable[..., Any], *arguments: Any) -> Later[Any]:
     return Later(function(*arguments))
-
-
-def _list_fields(prediction: Prediction) -> list[Tensor]:
-    return [getattr(prediction, name) for name in prediction.__dataclass_fields__]

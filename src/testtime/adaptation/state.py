@@ -1,51 +1,157 @@
-"""The saved state of an adapter: what it belongs to, its counts, and its learner."""
+"""The state of an adapter: its counts and what it has learned; how it is reset, saved, loaded and undone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from testtime.adaptation.learner import Learner
+from testtime.adaptation.replica_store import ReplicaStore
+from testtime.checks import check_format
 from testtime.networks.ynet import YNet
-from testtime.tensorfile import unpack_text
+from testtime.storage import FileError
+from testtime.tensorfile import pack_text, read_tensors, unpack_text, write_tensors
 
+_KEY = "testtime-adapter"
+_FORMAT = 1
 _LARGEST = 1 << 24  # maximum values per image of a saved state
 
 
-class Stateful(Protocol):
-    """The state that persists between images: a learner or a `ReplicaStore`."""
+class _Lock:
+    """A lock that is not shared with copies of its owner."""
 
-    shape: tuple[int, ...]
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
 
-    def state(self) -> dict[str, Tensor]: ...
+    def __enter__(self) -> None:
+        self._lock.acquire()
 
-    def load(self, state: Mapping[str, Tensor]) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
 
-
-Held = TypeVar("Held", bound=Stateful)
-
-
-def save_learner(learner: Stateful | None) -> dict[str, Tensor]:
-    """Return the tensors of a learner for an adapter's state; read by `load_learner`."""
-    if learner is None:
-        return {}
-    state = learner.state() | {"shape": torch.tensor(learner.shape, dtype=torch.int64, device="cpu")}
-    return {f"learner/{name}": tensor for name, tensor in state.items()}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Lock, ()
 
 
-def load_learner(state: Mapping[str, Tensor], net: YNet, make: Callable[[tuple[int, ...]], Held]) -> Held | None:
-    """Return the learner in an adapter's saved state, or None if there was none yet.
+class Stateful(nn.Module):
+    """The state that persists between the calls of an adapter.
 
     Args:
-        state: The adapter's state; the names of the learner's tensors begin with `learner/`.
-        net: The network to start from.
-        make: Makes a learner for images of shape (C, H, W).
-
-    Raises:
-        ValueError: The state does not match.
+        net: The network to start from; it is copied.
     """
+
+    def __init__(self, net: YNet) -> None:
+        super().__init__()
+        self._lock = _Lock()
+        with torch.inference_mode(False):
+            # In a list, to hide it from nn.Module: train() and to() must not affect it.
+            self._networks = [copy.deepcopy(net).eval().requires_grad_(False)]
+        self.device = next(self._networks[0].parameters()).device
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset to the original network: the sample counter, the counts, and everything learned."""
+        with self._lock, torch.inference_mode(False):
+            self.seen = 0
+            # On the network's device, so that counting does not synchronise.
+            self._counts = torch.zeros(2, dtype=torch.int64, device=self.device)
+            self._learned: Learner | ReplicaStore | None = None
+
+    @property
+    def adapted(self) -> int:
+        """Number of images predicted by a network that adapted to them."""
+        return int(self._counts[0])
+
+    @property
+    def rolled_back(self) -> int:
+        """Number of images whose update was undone by the guard."""
+        return int(self._counts[1])
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return everything the adapter has learned and counted, as tensors by name."""
+        with self._lock:
+            counts = [self.seen, self.adapted, self.rolled_back]
+            state = {key: pack_text(text) for key, text in self._identify().items()}
+            state["counts"] = torch.tensor(counts, dtype=torch.int64, device="cpu")
+            if self._learned is not None:
+                shape = torch.tensor(self._learned.shape, dtype=torch.int64, device="cpu")
+                learned = self._learned.state() | {"shape": shape}
+                state |= {f"learner/{name}": tensor for name, tensor in learned.items()}
+            return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Continue from a state returned by `state_dict`, bit for bit.
+
+        Raises:
+            ValueError: The state is of another network, adapter or settings; nothing was changed.
+        """
+        counts = check_state(state_dict, self._identify())
+        with self._lock, torch.inference_mode(False), self._all_or_nothing():
+            self._learned = _load_learner(state_dict, self._networks[0], self._make_learner)
+            self.seen = counts[0]
+            self._counts = torch.tensor(counts[1:], dtype=torch.int64, device=self.device)
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to a safetensors file, atomically."""
+        write_tensors(path, self.state_dict(), _KEY, {"format": _FORMAT})
+
+    def load(self, path: str | Path) -> None:
+        """Continue from a file written by `save`.
+
+        Raises:
+            FileError: The file cannot be read or does not match this adapter; nothing was changed.
+        """
+        about, state = read_tensors(path, _KEY)
+        if about is not None:
+            check_format(path, about.get("format"), _FORMAT)
+        try:
+            self.load_state_dict(state)
+        except ValueError as error:
+            raise FileError(path, str(error).rstrip(".")) from None
+
+    def _identify(self) -> dict[str, str]:
+        """Return what a state and the adapter that loads it must have in common."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Undo everything learned and counted inside the context on an error, including Ctrl-C."""
+        counts, seen, undo = self._counts, self.seen, self._make_undo()
+        try:
+            yield
+        except BaseException:
+            undo()
+            self._counts, self.seen = counts, seen
+            raise
+
+    def _make_undo(self) -> Callable[[], None]:
+        """Return a function that restores what is learned now."""
+        learned = self._learned
+        undo = None if learned is None else learned.make_undo()
+
+        def restore() -> None:
+            self._learned = learned
+            if undo is not None:
+                undo()
+
+        return restore
+
+    def _make_learner(self, shape: tuple[int, ...]) -> Learner | ReplicaStore:
+        """Return a learner for images of shape (C, H, W)."""
+        raise ValueError(f"{type(self).__name__} has no state.")
+
+
+def _load_learner(
+    state: Mapping[str, Tensor], net: YNet, make: Callable[[tuple[int, ...]], Learner | ReplicaStore]
+) -> Learner | ReplicaStore | None:
+    """Return the learner in an adapter's saved state, which `make` makes for a shape (C, H, W); None if it has none."""
     learned = {name.removeprefix("learner/"): tensor for name, tensor in state.items() if name.startswith("learner/")}
     if not learned:
         return None
@@ -56,9 +162,8 @@ def load_learner(state: Mapping[str, Tensor], net: YNet, make: Callable[[tuple[i
     sound = min(channels, height, width) >= 1 and channels * height * width <= _LARGEST
     if not sound or channels != (net.channels or channels):
         raise ValueError(f"The state does not fit: it is for images {(channels, height, width)}.")
-    with torch.inference_mode(False):
-        learner = make((channels, height, width))
-        learner.load(learned)
+    learner = make((channels, height, width))
+    learner.load(learned)
     return learner
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from testtime.adaptation.adapters import Adapter, copy_network
 from testtime.adaptation.batching import find_most, run_fitting
+from testtime.adaptation.inputs import check_streams
 from testtime.adaptation.methods import Method
 from testtime.adaptation.optimizers import has_rows, is_rowwise
 from testtime.adaptation.prediction import Prediction
@@ -61,7 +62,7 @@ class Streams(Adapter):
                 # On the network's device, like the counts.
                 self._numbers = torch.zeros(self.count, dtype=torch.int64, device=self.device)
                 return
-            self._check_streams(streams, len(streams))
+            check_streams(streams, len(streams), self.count)
             chosen = torch.zeros(self.count, dtype=torch.bool, device=self.device)
             chosen[streams.to(self.device)] = True
             self._numbers = self._numbers.masked_fill(chosen, 0)
@@ -80,7 +81,7 @@ class Streams(Adapter):
             ValueError: Images, sample numbers or streams are invalid; nothing was learned.
         """
         if streams is not None:
-            self._check_streams(streams, len(images))
+            check_streams(streams, len(images), self.count)
         elif isinstance(images, Tensor) and images.dim() == 4 and len(images) != self.count:
             raise ValueError(f"`images` must be one for each of the {self.count} streams, got {len(images)}.")
         with self._lock, torch.inference_mode(False):
@@ -112,15 +113,9 @@ class Streams(Adapter):
             super().load_state_dict(state_dict)
             self._numbers = torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
-    def _check_streams(self, streams: Tensor, count: int) -> None:
-        if streams.shape != (count,) or streams.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"`streams` must be {count} integers, got {streams.dtype} {tuple(streams.shape)}.")
-        if len(streams.unique()) < count or (streams < 0).any() or (streams >= self.count).any():
-            raise ValueError(f"`streams` must be different numbers from 0 to {self.count - 1}, got {streams.tolist()}.")
-
-    def _remember(self) -> Callable[[], None]:
+    def _make_undo(self) -> Callable[[], None]:
         numbers, store = self._numbers, self._learned
-        undo = store.remember(self._streams) if isinstance(store, ReplicaStore) else None
+        undo = store.make_undo(self._streams) if isinstance(store, ReplicaStore) else None
 
         def restore() -> None:
             self._numbers, self._learned = numbers, store

@@ -2,7 +2,7 @@
 
 measure.py         `diagnose`: measures a network on unlabelled images
 verdict.py         the verdict on those measurements, in words
-gradients.py       inner products of per-image gradients
+gradients.py       inner products of per-image gradients; batch_gradients.py: of a batch's
 correlation.py     `gradient_correlation`: agreement of the two tasks' gradients on a test set
 gradient_study.py  gradient correlation on many sets, stored in one file
 theory.py          the theorem of section 4 and its linear model

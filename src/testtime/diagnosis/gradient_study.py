@@ -26,7 +26,8 @@ from testtime.checks import (
 )
 from testtime.data import families
 from testtime.data.sets import DerivedSet, OnBad, TensorSet, TestSet
-from testtime.diagnosis.correlation import BATCH, CONFIDENT, SINGLE, Correlation, gradient_correlation
+from testtime.diagnosis.batch_gradients import CONFIDENT
+from testtime.diagnosis.correlation import BATCH, SINGLE, Correlation, gradient_correlation
 from testtime.networks.ynet import YNet
 from testtime.precision import Precision
 from testtime.progress import Progress, read_ahead

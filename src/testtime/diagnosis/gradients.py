@@ -8,7 +8,7 @@ Layers without a stacked implementation use `torch.func`. On a CPU the images ar
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -85,6 +85,12 @@ def join_features(plain: Tensor, others: Tensor, shared: bool) -> Tensor:
     return torch.cat([plain.unsqueeze(1), others.unflatten(0, (len(plain), -1))], dim=1).flatten(0, 1)
 
 
+def differentiate(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of a loss by parameter, zero for those it does not depend on; its graph is retained."""
+    found = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, materialize_grads=True)
+    return dict(zip(parameters, found, strict=True))
+
+
 class ImageGradients:
     """Per-image inner products of the two losses' gradients.
 
@@ -138,8 +144,8 @@ class ImageGradients:
                 outputs = torch.cat([replicas.supervise(plain), outputs], dim=1)  # (N, V, outputs)
             losses = self.task.loss(outputs.flatten(0, 1), targets.flatten())
             logits = replicas.classify(plain)[:, 0].float()
-            task = self._gradients(losses.sum() / targets.shape[1], parameters)
-            mains = [self._gradients(F.cross_entropy(logits, row, reduction="sum"), parameters) for row in labels]
+            task = differentiate(losses.sum() / targets.shape[1], parameters)
+            mains = [differentiate(F.cross_entropy(logits, row, reduction="sum"), parameters) for row in labels]
         return Products(
             torch.stack([self._sums(main, task) for main in mains]),
             torch.stack([self._sums(main, main) for main in mains]),
@@ -161,12 +167,6 @@ class ImageGradients:
                         parameter.data = parameter.data[:1].expand_as(parameter)
                     parameter.requires_grad_(True)
         return self._replicas[key]
-
-    @staticmethod
-    def _gradients(loss: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
-        filled = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters.values(), strict=True)]
-        return dict(zip(parameters, filled, strict=True))
 
     def _sums(self, one: dict[str, Tensor], two: dict[str, Tensor]) -> Tensor:
         """Return inner products per layer and image, `(L, N)`."""

@@ -35,16 +35,8 @@ from testtime.adaptation.prediction import Prediction
 from testtime.augment import CropFlip
 from testtime.data import families
 from testtime.data.sets import DataError, TestSet
-from testtime.diagnosis.correlation import (
-    BALANCE,
-    STAND_IN,
-    Agreement,
-    BatchGradients,
-    Outputs,
-    find_labels,
-    observe,
-    summarise,
-)
+from testtime.diagnosis.batch_gradients import BALANCE, STAND_IN, BatchGradients, Outputs, observe
+from testtime.diagnosis.correlation import Agreement, find_labels, summarise
 from testtime.diagnosis.gradient_study import open_for
 from testtime.diagnosis.gradients import Products, freeze
 from testtime.diagnosis.verdict import Diagnosis, Estimate, Hints, Reference, Trial, Verdict, judge

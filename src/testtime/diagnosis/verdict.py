@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from testtime.diagnosis.correlation import Agreement
+from testtime.diagnosis.correlation import Agreement, to_plain
 from testtime.storage import printable
 
 Kind = Literal["helps", "hurts", "little to gain", "trivial", "ill-defined", "unclear"]
@@ -169,7 +169,7 @@ class Diagnosis:
 
     def describe(self) -> dict[str, Any]:
         """Return the diagnosis as JSON-serializable data."""
-        return _plain(asdict(self)) | {"facts": list_facts(self)}
+        return to_plain(asdict(self)) | {"facts": list_facts(self)}
 
 
 def judge(found: Diagnosis, guessing: float) -> Verdict:
@@ -381,14 +381,3 @@ def _number(estimate: Estimate) -> str:
 
 def _percent(estimate: Estimate) -> str:
     return f"{100 * estimate.value:.1f}% ± {100 * _SIGMAS * estimate.error:.1f}"
-
-
-def _plain(value: Any) -> Any:
-    """Convert a nested value for JSON; non-finite numbers become None."""
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _plain(value._asdict())  # type: ignore[attr-defined]
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,6 +3,7 @@
 records.py             `evaluate`, a generator of records
 method_specs.py        a method in a run: mode, network, settings
 study.py, plan.py      what to run, from a TOML file, arguments or both
+columns.py             records as columns
 units.py               the run folder, one file per finished unit; `open_run`
 descriptions.py        validation of the metadata of runs and units
 summary.py             runs without their records, in one small file; `open_runs`

@@ -24,6 +24,7 @@ from testtime.checks import (
     is_table,
     is_text,
 )
+from testtime.networks.card import Card
 from testtime.networks.ynet import YNet
 from testtime.precision import Precision
 
@@ -160,9 +161,11 @@ class MethodSpec:
         return 2 * observed + round(3 * self._settings().steps * self.views * (self.fraction or 1))
 
     def _count_views(self) -> tuple[int, int]:
-        """Return the views that the task makes of a copy to learn from, and of a plain image to observe."""
-        task = self._settings().task or tasks.make("rotation")
-        return tasks.count_views(task)
+        """Return the views that the task makes of a copy to learn from, and of a plain image to observe.
+
+        If the task is the network's, which is not known here, it is assumed to be the default of a `Card`.
+        """
+        return tasks.count_views(self._settings().task or tasks.make(Card().task))
 
     def _settings(self) -> Settings:
         """Return the settings of the method in its mode, with threshold 1 if it is still a percentage."""

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
+from testtime.evaluation.columns import join_columns
 from testtime.evaluation.plan import Plan
 from testtime.evaluation.records import Columns
 from testtime.evaluation.schedule import Meter, make_groups
-from testtime.evaluation.units import Unit, join_columns
+from testtime.evaluation.units import Unit
 from testtime.evaluation.worker import Facts, Worker, choose_batch
 from testtime.provenance import describe_machine
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from testtime.checks import Kind, check_entries, is_integer, is_list_of, is_number, is_text
+from testtime.evaluation.columns import check_columns
 from testtime.evaluation.records import COLUMNS, Columns
-from testtime.evaluation.units import Unit, check_columns
+from testtime.evaluation.units import Unit
 from testtime.storage import FileError, error_text
 from testtime.tensorfile import read_description, read_tensors, write_tensors
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from testtime.checks import check_format, check_table, format_value, is_file_name, is_text, quote_name
+from testtime.evaluation.columns import check_columns, count_columns
 from testtime.evaluation.descriptions import check_run, check_unit, read_shift
-from testtime.evaluation.records import COLUMNS, Record
+from testtime.evaluation.records import COLUMNS, Columns
 from testtime.provenance import find_differences
 from testtime.storage import FileError, check_file, clear_parts, error_text, parse_json, read_json, write_atomic
 
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 _KEY = "testtime-unit"
-_FLAGS = ("is_right", "was_right", "adapted", "rolled_back")
 _SHOWN = 8
 
 
@@ -104,7 +104,7 @@ class Unit:
         """Seconds it took; units that ran in parallel share their time evenly."""
         return float(self.about["seconds"])
 
-    def columns(self) -> dict[str, np.ndarray]:
+    def columns(self) -> Columns:
         """Return its records as columns, in the order of the stream; see `COLUMNS`.
 
         Raises:
@@ -168,17 +168,12 @@ def open_run(path: str | Path, images: Mapping[str, int] | None = None) -> Run:
     damaged = [error for error in found if isinstance(error, RunError)] + lacking
     for error in damaged:
         log.warning("%s; it counts as missing", error)
-    ranks = [{name: rank for rank, name in enumerate(configuration.get(key, ()))} for key in ("methods", "sets")]
+    ranks = [{name: rank for rank, name in enumerate(configuration.get(key, ()))} for key in ("sets", "methods")]
 
-    def rank(unit: Unit) -> tuple[int, int, str, str, int]:
-        ends = [len(known) for known in ranks]
-        return (
-            ranks[1].get(unit.set_name, ends[1]),
-            ranks[0].get(unit.method, ends[0]),
-            unit.set_name,
-            unit.method,
-            unit.seed,
-        )
+    def rank(unit: Unit) -> tuple[Any, ...]:
+        names = unit.set_name, unit.method
+        places = [known.get(name, len(known)) for known, name in zip(ranks, names, strict=True)]
+        return *places, *names, unit.seed
 
     return Run(path, configuration, about, sorted(units, key=rank), [str(error) for error in damaged])
 
@@ -217,21 +212,19 @@ def _sort_out(
     units: Sequence[Unit], limit: int | None, images: Mapping[str, int] | None
 ) -> tuple[list[Unit], list[RunError]]:
     """Return the units with all images of their sets, and errors for the others."""
-    counts = [unit.about["counts"]["images"] for unit in units]
     wanted = dict(images or {})
-    for unit, count in zip(units, counts, strict=True):
-        known = wanted.get(unit.set_name, 0)
+    for unit in units:
+        count = unit.about["counts"]["images"]
         if images is None and (limit is None or count <= limit):
-            wanted[unit.set_name] = max(known, count)
+            wanted[unit.set_name] = max(wanted.get(unit.set_name, 0), count)
     complete, lacking = [], []
-    for unit, count in zip(units, counts, strict=True):
-        due = wanted.get(unit.set_name, limit)
+    for unit in units:
+        count, due = unit.about["counts"]["images"], wanted.get(unit.set_name, limit)
         if due is None or count == due:
             complete.append(unit)
         else:
-            lacking.append(
-                RunError(unit.path or unit.relative_path, f"has {count:,} images of {unit.set_name}, not {due:,}")
-            )
+            fault = f"has {count:,} images of {unit.set_name}, not {due:,}"
+            lacking.append(RunError(unit.path or unit.relative_path, fault))
     return complete, lacking
 
 
@@ -271,55 +264,6 @@ def prepare_folder(path: str | Path, configuration: Mapping[str, Any], about: Ma
     _write(path / "run.json", text.encode(errors="backslashreplace"))  # lone surrogates, as JSON escapes them
 
 
-def make_columns(records: Iterable[Record]) -> dict[str, np.ndarray]:
-    """Convert records to columns."""
-    plain = [
-        (
-            record.sample,
-            -1 if record.label is None else record.label,
-            record.prediction,
-            record.prediction_before,
-            bool(record.is_right),
-            bool(record.was_right),
-            *record[6:],
-        )
-        for record in records
-    ]
-    values = zip(*plain, strict=True) if plain else [()] * len(COLUMNS)
-    return {name: np.array(column, kind) for (name, kind), column in zip(COLUMNS.items(), values, strict=True)}
-
-
-def join_columns(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Concatenate columns."""
-    return {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
-
-
-def check_columns(columns: Mapping[str, np.ndarray]) -> None:
-    """Check that columns are complete, of equal length and the right dtypes, with each image once.
-
-    Raises:
-        ValueError: The columns are invalid.
-    """
-    for name, kind in COLUMNS.items():
-        if name not in columns:
-            raise ValueError(f"the column {name} is missing")
-        if str(columns[name].dtype) != kind or columns[name].ndim != 1:
-            raise ValueError(f"the column {name} is not of type {kind}")
-    if len({len(columns[name]) for name in COLUMNS}) > 1:
-        raise ValueError("its columns have different lengths")
-    if any(columns[name].max(initial=0) > 1 for name in _FLAGS):
-        raise ValueError("a column of flags contains other values")
-    samples, labels = columns["sample"], columns["label"]
-    if samples.min(initial=0) < 0 or labels.min(initial=-1) < -1 or len(np.unique(samples)) < len(samples):
-        raise ValueError("its images have invalid indices")
-
-
-def count_columns(columns: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Count the records for a unit's metadata."""
-    flags = {name: int(columns[name].sum()) for name in _FLAGS}
-    return {"images": len(columns["sample"]), "labelled": int((columns["label"] >= 0).sum()), **flags}
-
-
 def write_unit(folder: str | Path, unit: Unit, columns: Mapping[str, np.ndarray], seconds: float, **about: Any) -> Unit:
     """Write a finished unit's file atomically.
 
@@ -352,10 +296,10 @@ def write_unit(folder: str | Path, unit: Unit, columns: Mapping[str, np.ndarray]
     signed = described | {"sha256": _hash(described, columns)}
     path = Path(folder) / unit.relative_path
     _write(path, save(dict(columns), {_KEY: json.dumps(signed)}))
-    return Unit(unit.method, unit.set_name, unit.corruption, unit.level, unit.seed, path, signed)
+    return replace(unit, path=path, about=signed)
 
 
-def read_unit(path: Path) -> tuple[Unit, dict[str, np.ndarray]]:
+def read_unit(path: Path) -> tuple[Unit, Columns]:
     """Read a unit's file: the unit, and its columns.
 
     Raises:

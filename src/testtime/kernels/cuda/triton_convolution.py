@@ -84,6 +84,56 @@ def _all_rows(weight: Tensor) -> bool:
 
 
 @triton.jit
+def _add_three_taps(
+    total, x_ptr, w_ptr, source, first, good, channel, in_w, tap_row: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Add a row of taps as three products, with three loads in flight; `source` is the index of the first pixel."""
+    k = tl.arange(0, BLOCK_K)
+    left_valid = good & (first >= 0) & (first < in_w)
+    middle_valid = good & (first + 1 >= 0) & (first + 1 < in_w)
+    right_valid = good & (first + 2 >= 0) & (first + 2 < in_w)
+    run = x_ptr + source[:, None] + k[None, :]
+    left = tl.load(run, mask=left_valid[:, None], other=0.0)
+    middle = tl.load(run + IN, mask=middle_valid[:, None], other=0.0)
+    right = tl.load(run + 2 * IN, mask=right_valid[:, None], other=0.0)
+    if TRANSPOSED:  # IN is the number of outputs of the filters
+        at = (tap_row * 3 + 2) * IN * OUT + channel[None, :] * IN + k[:, None]
+        next_tap = -IN * OUT
+    else:
+        at = tap_row * 3 * IN * OUT + k[:, None] * OUT + channel[None, :]
+        next_tap = IN * OUT
+    known = (channel < OUT)[None, :]
+    left_filters = tl.load(w_ptr + at, mask=known, other=0.0)
+    middle_filters = tl.load(w_ptr + at + next_tap, mask=known, other=0.0)
+    right_filters = tl.load(w_ptr + at + 2 * next_tap, mask=known, other=0.0)
+    total = tl.dot(left, left_filters.to(left.dtype), total)
+    total = tl.dot(middle, middle_filters.to(left.dtype), total)
+    return tl.dot(right, right_filters.to(left.dtype), total)
+
+
+@triton.jit
+def _add_row(
+    total, x_ptr, w_ptr, source, first, good, channel, in_w, tap_row: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Add a row of taps, BLOCK_K of its 3·IN inputs at a time; `source` is the index of the first pixel."""
+    for start in tl.static_range(0, 3 * IN, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        from_column = first[:, None] + (k // IN)[None, :]
+        valid = good[:, None] & (from_column >= 0) & (from_column < in_w) & (k < 3 * IN)[None, :]
+        patch = tl.load(x_ptr + source[:, None] + k[None, :], mask=valid, other=0.0)
+        if TRANSPOSED:
+            tap = (tap_row * 3 + 2 - k // IN)[:, None] * (IN * OUT)
+            at = tap + channel[None, :] * IN + (k % IN)[:, None]
+        else:
+            at = tap_row * 3 * IN * OUT + k[:, None] * OUT + channel[None, :]
+        filters = tl.load(w_ptr + at, mask=(k < 3 * IN)[:, None] & (channel < OUT)[None, :], other=0.0)
+        total = tl.dot(patch, filters.to(patch.dtype), total)
+    return total
+
+
+@triton.jit
 def _convolution(
     x_ptr, w_ptr, plus_ptr, y_ptr, per_replica, in_h, in_w, out_h, out_w, rows, columns, w_stride,
     IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, TRANSPOSED: tl.constexpr,
@@ -117,43 +167,16 @@ def _convolution(
                 from_row = row * STRIDE - PADDING + tap_row
             good = inside & (from_row >= 0) & (from_row < in_h)
             source = ((image * in_h + from_row) * in_w + first) * IN
+            # (Not for 64 channels in bfloat16: for tiles of 16 outputs, CUDA 12.8's assembler gets the addresses of the
+            # second and third filters wrong.)
             if BLOCK_K == IN and IN <= 32:
-                # Three loads in flight, then three products. (Not for 64 channels in bfloat16: for tiles of 16 outputs,
-                # CUDA 12.8's assembler gets the addresses of the second and third filters wrong.)
-                k = tl.arange(0, BLOCK_K)
-                left_valid = good & (first >= 0) & (first < in_w)
-                middle_valid = good & (first + 1 >= 0) & (first + 1 < in_w)
-                right_valid = good & (first + 2 >= 0) & (first + 2 < in_w)
-                run = x_ptr + source[:, None] + k[None, :]
-                left = tl.load(run, mask=left_valid[:, None], other=0.0)
-                middle = tl.load(run + IN, mask=middle_valid[:, None], other=0.0)
-                right = tl.load(run + 2 * IN, mask=right_valid[:, None], other=0.0)
-                if TRANSPOSED:  # IN is the number of outputs of the filters
-                    at = (tap_row * 3 + 2) * IN * OUT + channel[None, :] * IN + k[:, None]
-                    next_tap = -IN * OUT
-                else:
-                    at = tap_row * 3 * IN * OUT + k[:, None] * OUT + channel[None, :]
-                    next_tap = IN * OUT
-                known = (channel < OUT)[None, :]
-                left_filters = tl.load(w_ptr + at, mask=known, other=0.0)
-                middle_filters = tl.load(w_ptr + at + next_tap, mask=known, other=0.0)
-                right_filters = tl.load(w_ptr + at + 2 * next_tap, mask=known, other=0.0)
-                total = tl.dot(left, left_filters.to(left.dtype), total)
-                total = tl.dot(middle, middle_filters.to(left.dtype), total)
-                total = tl.dot(right, right_filters.to(left.dtype), total)
+                total = _add_three_taps(
+                    total, x_ptr, w_ptr, source, first, good, channel, in_w, tap_row, IN, OUT, TRANSPOSED, BLOCK_K
+                )
             else:
-                for start in tl.static_range(0, 3 * IN, BLOCK_K):
-                    k = start + tl.arange(0, BLOCK_K)
-                    from_column = first[:, None] + (k // IN)[None, :]
-                    valid = good[:, None] & (from_column >= 0) & (from_column < in_w) & (k < 3 * IN)[None, :]
-                    patch = tl.load(x_ptr + source[:, None] + k[None, :], mask=valid, other=0.0)
-                    if TRANSPOSED:
-                        tap = (tap_row * 3 + 2 - k // IN)[:, None] * (IN * OUT)
-                        at = tap + channel[None, :] * IN + (k % IN)[:, None]
-                    else:
-                        at = tap_row * 3 * IN * OUT + k[:, None] * OUT + channel[None, :]
-                    filters = tl.load(w_ptr + at, mask=(k < 3 * IN)[:, None] & (channel < OUT)[None, :], other=0.0)
-                    total = tl.dot(patch, filters.to(patch.dtype), total)
+                total = _add_row(
+                    total, x_ptr, w_ptr, source, first, good, channel, in_w, tap_row, IN, OUT, TRANSPOSED, BLOCK_K
+                )
     else:
         k = tl.arange(0, BLOCK_K)
         for tap in tl.static_range(9):
