@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testtime import augment
-from testtime.augment import CropFlip, ResizedCropFlip
+from testtime.augment import AugMix, CropFlip, ResizedCropFlip
 from testtime.randomness import Draws
 
 
@@ -56,7 +58,7 @@ def test_every_crop_and_flip_is_equally_likely() -> None:
     assert float(((counts - 200) ** 2 / 200).sum()) < 46.6  # chi-square of 17 degrees, once in ten thousand
 
 
-@pytest.mark.parametrize("kind", [CropFlip(), ResizedCropFlip()])
+@pytest.mark.parametrize("kind", [CropFlip(), ResizedCropFlip(), AugMix(10.0)])
 def test_a_copy_depends_on_its_image_and_key_alone(kind: augment.Augment) -> None:
     images, draws = pictures(4, 3, 8, 8, seed=2), Draws.of(1, torch.arange(4)).copies(5)
     together = kind(images, draws)
@@ -190,3 +192,83 @@ def test_make_builds_what_a_card_names(specification: dict[str, object], expecte
 def test_make_refuses_what_it_does_not_know(specification: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         augment.make(specification)
+
+
+def read_bilinear(image: Tensor, x: float, y: float) -> Tensor:
+    """The value between pixels, black outside the image, of a position in pixels."""
+    left, top = math.floor(x), math.floor(y)
+    value = torch.zeros(len(image))
+    for row, column in ((top, left), (top, left + 1), (top + 1, left), (top + 1, left + 1)):
+        if 0 <= row < image.shape[1] and 0 <= column < image.shape[2]:
+            value += image[:, row, column] * (1 - abs(x - column)) * (1 - abs(y - row))
+    return value
+
+
+def process_naively(image: Tensor, operation: int, level: float, negative: bool) -> Tensor:
+    """One operation of AugMix on one image `(C, H, W)`, pixel by pixel."""
+    height, width = image.shape[1:]
+    signed = -level if negative else level
+    result = torch.zeros_like(image)
+    for row in range(height):
+        for column in range(width):
+            x, y = column - (width - 1) / 2, row - (height - 1) / 2  # from the centre
+            angle = math.radians(30 * signed)
+            from_x, from_y = {
+                0: (x * math.cos(angle) - y * math.sin(angle), x * math.sin(angle) + y * math.cos(angle)),
+                1: (x + 0.3 * signed * y, y),
+                2: (x, y + 0.3 * signed * x),
+                3: (x + signed * width / 3, y),
+                4: (x, y + signed * height / 3),
+            }.get(operation, (x, y))
+            pixel = read_bilinear(image, from_x + (width - 1) / 2, from_y + (height - 1) / 2)
+            if operation == 5:
+                width_of_step = 2 ** (8 - (4 - int(4 * level)))
+                pixel = torch.tensor([int(value * 255) // width_of_step * width_of_step / 255 for value in pixel])
+            if operation == 6:
+                pixel = torch.where(pixel >= 1 - level, 1 - pixel, pixel)
+            result[:, row, column] = pixel
+    if operation == 7:
+        for channel in result:
+            if channel.max() > channel.min():
+                channel.copy_((channel - channel.min()) / (channel.max() - channel.min()))
+    return result
+
+
+@pytest.mark.parametrize(("height", "width"), [(6, 6), (5, 8)])
+def test_the_operations_of_augmix_are_those_of_one_image(height: int, width: int) -> None:
+    images = pictures(64, 3, height, width, seed=3, dtype=torch.float32)
+    images[0] = 0.4  # nothing to stretch
+    draws = Draws.of(2, torch.arange(64))
+    processed = AugMix(10.0).process(images, draws)
+    operations = draws.purpose("operation").integers(8).tolist()
+    levels = ((0.1 + draws.purpose("level").uniform() * 9.9) / 10).tolist()
+    signs = draws.purpose("sign").integers(2).tolist()
+    assert set(operations) == set(range(8))
+    for image, found, operation, level, sign in zip(images, processed, operations, levels, signs, strict=True):
+        expected = process_naively(image, operation, level, bool(sign))
+        close = (found - expected).abs().amax(0) < 1e-4
+        assert close.float().mean() > 0.97, operation  # rounding may cross a step of posterization
+        if operation != 5:
+            assert close.all(), operation
+
+
+def test_augmix_mixes_an_image_with_processed_ones() -> None:
+    images = pictures(4, 3, 8, 8, seed=3, dtype=torch.uint8)
+    draws = Draws.of(2, torch.arange(4)).copies(50)
+    mixed = AugMix(3.0)(images, draws)
+    assert mixed.shape == (4, 50, 3, 8, 8)
+    assert mixed.dtype == torch.float32
+    assert mixed.min() >= 0
+    assert mixed.max() <= 1 + 1e-6
+    share = draws.purpose("augmix").purpose("share").uniform()
+    distance = (mixed - images[:, None] / 255).abs().mean((2, 3, 4))
+    assert (distance[share < 0.05] < 0.05).all()  # hardly changed where little is mixed in
+    assert distance[share > 0.5].mean() > 3 * distance[share < 0.1].mean()
+    plain = AugMix(0.1)(images, draws)  # nearly the identity, but for posterization and autocontrast
+    assert (plain - images[:, None] / 255).abs().mean() < distance.mean()
+
+
+@pytest.mark.parametrize("severity", [0.0, 11.0, float("nan"), "much"])
+def test_augmix_refuses_another_severity(severity: object) -> None:
+    with pytest.raises(ValueError, match="severity"):
+        AugMix(severity)  # type: ignore[arg-type]

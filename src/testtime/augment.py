@@ -117,6 +117,86 @@ class ResizedCropFlip:
         return top, left, box_height, box_width
 
 
+@dataclass(frozen=True)
+class AugMix:
+    """Mix an image with randomly processed versions of itself (Hendrycks et al. 2020).
+
+    Three chains of one to three operations are applied to the image; their results are averaged with random weights,
+    and the average is mixed with the image. The operations are rotation, shear and translation along each axis,
+    posterization, solarization and autocontrast. Those that resemble test corruptions are left out, as published:
+    contrast, brightness, color and sharpness. So is equalization, whose histograms are slow to compute in batches.
+
+    The result is float in [0, 1]; pixels from outside the image are black.
+
+    Attributes:
+        severity: Maximum strength of the operations, up to 10.
+    """
+
+    severity: float = 3.0
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.severity, int | float) and 0.1 <= self.severity <= 10):
+            raise ValueError(f"`severity` must be from 0.1 to 10, got {self.severity!r}.")
+
+    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+        pixels = as_floats(images)[:, None, None]  # (N, 1, 1, C, H, W)
+        draws = draws.purpose("augmix")  # (N, K)
+        chains = draws.copies(3)  # (N, K, 3)
+        lengths = 1 + chains.purpose("length").integers(3).flatten()
+        mixed = pixels.expand(*chains.keys.shape, *pixels.shape[3:]).flatten(0, 2)  # (N·K·3, C, H, W)
+        for position in range(3):
+            processed = self.process(mixed, chains.fold(position).flatten())
+            mixed = torch.where((lengths > position)[:, None, None, None], processed, mixed)
+        weights = -(1 - chains.purpose("weight").uniform()).log()  # normalised exponentials: a flat Dirichlet
+        weights = (weights / weights.sum(-1, keepdim=True)).unsqueeze(-1)  # (N, K, 3, 1)
+        average = (mixed.unflatten(0, chains.keys.shape).flatten(3) * weights).sum(2)  # (N, K, C·H·W)
+        average = average.unflatten(-1, pixels.shape[3:])
+        share = draws.purpose("share").uniform()[..., None, None, None]
+        return (1 - share) * pixels[:, 0] + share * average
+
+    def process(self, images: Tensor, draws: Draws) -> Tensor:
+        """Apply one random operation to each image.
+
+        Args:
+            images: Float in [0, 1], `(M, C, H, W)`.
+            draws: Keys `(M,)`.
+        """
+        operation = draws.purpose("operation").integers(8)
+        level = (0.1 + draws.purpose("level").uniform() * (self.severity - 0.1)) / 10
+        signed = torch.where(draws.purpose("sign").integers(2).bool(), -level, level)
+        kind, strength = operation[:, None, None, None], level[:, None, None, None]
+        result = torch.where(kind < 5, _warp(images, operation, signed), images)
+        width = 2.0 ** (4 + (4 * strength).floor())  # of the steps in 0..255: 4 bits are left, or fewer
+        result = torch.where(kind == 5, (images * 255 / width).floor() * width / 255, result)
+        result = torch.where((kind == 6) & (images >= 1 - strength), 1 - images, result)
+        low, high = images.amin((-2, -1), keepdim=True), images.amax((-2, -1), keepdim=True)
+        return torch.where((kind == 7) & (high > low), (images - low) / (high - low), result)
+
+
+def _warp(images: Tensor, operation: Tensor, strength: Tensor) -> Tensor:
+    """Rotate (operation 0), shear (1, 2) or translate (3, 4) images `(M, C, H, W)`."""
+    height, width = images.shape[-2:]
+    angle = torch.where(operation == 0, strength * math.radians(30), 0.0)
+    aspect = height / width  # coordinates are relative to the sides
+    shear_x = torch.where(operation == 1, strength * 0.3, 0.0) * aspect
+    shear_y = torch.where(operation == 2, strength * 0.3, 0.0) / aspect
+    # By up to a third of the side, whose coordinates run from -1 to 1.
+    shift_x, shift_y = (torch.where(operation == kind, strength * 2 / 3, 0.0) for kind in (3, 4))
+    # Sampling positions; not `affine_grid`, a matrix product that TF32 would round.
+    x, y = ((2 * torch.arange(side, device=images.device) + 1) / side - 1 for side in (width, height))
+    cosine, sine = angle.cos()[:, None, None], angle.sin()[:, None, None]
+    x, y, shear_x, shear_y = x[None, None, :], y[None, :, None], shear_x[:, None, None], shear_y[:, None, None]
+    columns = cosine * x + (shear_x - sine * aspect) * y + shift_x[:, None, None]
+    rows = (shear_y + sine / aspect) * x + cosine * y + shift_y[:, None, None]
+    grid = torch.stack([columns, rows], dim=-1)  # (M, H, W, 2)
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
+def as_floats(images: Tensor) -> Tensor:
+    """Return images, uint8 or float in [0, 1], as float32 in [0, 1]."""
+    return images.float() / 255 if images.dtype == torch.uint8 else images.float()
+
+
 def make(specification: Mapping[str, Any]) -> Augment:
     """Build an augmentation from its name and arguments, e.g. `{"name": "crop-flip", "padding": 4}`."""
     kinds = {"crop-flip": CropFlip, "resized-crop-flip": ResizedCropFlip}

@@ -39,7 +39,7 @@ def test_images_that_are_read_on_the_way_train_as_those_on_the_device(monkeypatc
     assert all(map(torch.equal, held.state_dict().values(), read.state_dict().values()))
 
 
-@pytest.mark.parametrize("method", ["plain", "joint", "alp", "uda"])
+@pytest.mark.parametrize("method", ["plain", "joint", "robust", "alp", "uda"])
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_training_from_a_graph_is_training_step_by_step(
     norm: Any, method: Any, monkeypatch: pytest.MonkeyPatch
@@ -62,12 +62,15 @@ def test_training_from_a_graph_is_training_step_by_step(
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("norm", ["group", "batch"])
-def test_training_stopped_on_the_gpu_continues_bit_for_bit(norm: Any, precision: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"method": "robust", "schedule": "cosine"}])
+def test_training_stopped_on_the_gpu_continues_bit_for_bit(
+    norm: Any, precision: Any, changes: Any, tmp_path: Path
+) -> None:
     def stop(done: int, total: int, text: str) -> None:
         if done == 9:
             raise KeyboardInterrupt
 
-    recipe = replace(SHORT, precision=precision)
+    recipe = replace(SHORT, precision=precision, **changes)
     whole = learn_some(norm, recipe).state_dict()
     with pytest.raises(KeyboardInterrupt):
         learn_some(norm, recipe, tmp_path, stop)

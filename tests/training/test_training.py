@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from models import CLASSES, pictures
 from testtime import training
-from testtime.augment import CropFlip
+from testtime.augment import AugMix, CropFlip
 from testtime.data.sets import TensorSet
 from testtime.networks import CheckpointError, YNet, load, resnet26
 from testtime.networks.card import Card
@@ -174,6 +174,29 @@ def test_logit_pairing_is_clean_loss_plus_half_the_squared_distance() -> None:
     torch.testing.assert_close(logits, net(batch.images))
 
 
+@pytest.mark.parametrize("each", ["all", "random"])
+@pytest.mark.parametrize("norm", ["group", "batch"])
+@torch.no_grad()
+def test_the_robust_loss_is_three_answers_that_agree_and_a_task_on_an_augmented_view(norm: str, each: Any) -> None:
+    net, batch, task = small_net(norm).eval(), some_batch(), Rotation(each=each)
+    recipe = Recipe.robust(consistency=3.0, weight=0.5, severity=8.0)
+    terms, logits = training.robust_loss(net, batch, recipe, task)
+    views = AugMix(8.0)(batch.images, batch.draws.copies(2))
+    divergences, rotations = [], []
+    turns = batch.draws.purpose("rotation").integers(4).tolist()
+    for image, (first, second), turn in zip(batch.images, views, turns, strict=True):
+        answers = [net(one[None]).softmax(1)[0] for one in (image, first, second)]
+        mean = sum(answers) / 3
+        divergences.append(sum(float((p * (p / mean).log()).sum()) for p in answers) / 3)
+        for k in range(4) if each == "all" else [turn]:
+            turned = net.self_supervise(torch.rot90(second, k, (1, 2))[None])
+            rotations.append(float(F.cross_entropy(turned, torch.tensor([k]))))
+    torch.testing.assert_close(logits, net(batch.images))
+    torch.testing.assert_close(terms["main"], F.cross_entropy(logits, batch.labels, reduction="none"))
+    torch.testing.assert_close(terms["consistency"], 3 * torch.tensor(divergences), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(terms["task"], 0.5 * torch.tensor(rotations))
+
+
 def test_uda_adds_the_rotation_loss_of_the_target_set() -> None:
     net, batch, task = small_net(), some_batch(), Rotation(each="all")
     target = pictures(6, seed=9)[0]
@@ -229,6 +252,23 @@ def test_the_target_set_is_passed_through_evenly(count: int) -> None:
         assert sorted(seen[start : start + count].tolist()) == list(range(count))
 
 
+def test_a_cosine_schedule_is_torchs() -> None:
+    recipe = Recipe.robust(epochs=20, lr=0.3)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=recipe.lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.epochs)
+    for epoch in range(recipe.epochs):
+        assert recipe.lr_at(epoch) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        optimizer.step()
+        schedule.step()
+
+
+def test_a_recipe_describes_the_settings_of_its_method() -> None:
+    """Records written before a method existed do not have its settings; their runs continue."""
+    assert not {"consistency", "severity", "schedule"} & Recipe().describe().keys()
+    robust = Recipe.robust(severity=5.0).describe()
+    assert (robust["consistency"], robust["severity"], robust["schedule"]) == (12.0, 5.0, "cosine")
+
+
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe.cifar("batch"), Recipe.imagenet(), Recipe(lr=0.3, drops=())])
 def test_the_learning_rate_is_torchs_multi_step_schedule(recipe: Recipe) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=recipe.lr)
@@ -263,6 +303,7 @@ def test_a_schedule_stretches_with_its_epochs() -> None:
         ("method", "both"), ("epochs", 0), ("batch", 0), ("lr", 0.0), ("lr", float("nan")), ("momentum", 1.0),
         ("weight_decay", -1.0), ("weight", float("inf")), ("drops", (5, 3)), ("drops", (0,)), ("rotations", "two"),
         ("epsilon", -0.1), ("attack_steps", 0), ("pairing", -1.0), ("precision", "half"),
+        ("schedule", "linear"), ("consistency", -1.0), ("severity", 0.0),
     ],
 )  # fmt: skip
 def test_a_bad_recipe_is_refused_by_name(field: str, value: Any) -> None:
@@ -288,7 +329,7 @@ def test_data_that_does_not_fit_is_refused(images: Tensor, labels: Tensor | None
         train(small_net(), images, labels, SHORT)
 
 
-@pytest.mark.parametrize("method", ["plain", "joint", "alp", "uda"])
+@pytest.mark.parametrize("method", ["plain", "joint", "robust", "alp", "uda"])
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_a_step_reads_nothing_back(method: Any, norm: str) -> None:
     """What a CUDA graph needs: tensors without numbers go through a step, and only the reading fails."""
@@ -327,14 +368,14 @@ def test_bfloat16_changes_the_loss_only_a_little() -> None:
     assert all(parameter.dtype == torch.float32 for parameter in rough.parameters())
 
 
-@pytest.mark.parametrize("method", ["plain", "joint", "alp", "uda"])
+@pytest.mark.parametrize("method", ["plain", "joint", "robust", "alp", "uda"])
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_a_network_trained_as_a_replica_of_itself_learns_the_same(
     norm: Any, method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, labels = pictures()
     target = pictures(11, seed=3)[0] if method == "uda" else None
-    recipe = replace(SHORT, method=method, attack_steps=2)
+    recipe = replace(SHORT, method=method, attack_steps=2, consistency=0.5)
     # Kernels round otherwise, and nine great steps make as much of that as of a last bit of the first weights.
     monkeypatch.setenv("TESTTIME_KERNELS", "off")
     nets = []

@@ -4,6 +4,7 @@ A method is a function from a batch to its loss, as a sum of named terms:
 
     plain   classification loss only ("object recognition task only")
     joint   plus the self-supervised loss on the same images: the starting point of Test-Time Training
+    robust  joint, on augmented views that must be classified alike (AugMix, Hendrycks et al. 2020)
     alp     plain plus the distance between the logits of an image and its adversarial example (Kannan et al.)
     uda     joint plus the self-supervised loss on the unlabelled target set (UDA-SS, Sun et al.)
 
@@ -14,7 +15,7 @@ all hyperparameters.
 """
 
 from testtime.training.loop import format_epoch, train, train_together
-from testtime.training.losses import Batch, alp_loss, attack, joint_loss, plain_loss, uda_loss
+from testtime.training.losses import Batch, alp_loss, attack, joint_loss, plain_loss, robust_loss, uda_loss
 from testtime.training.pool import Pool, shuffle
 from testtime.training.processes import is_first, process_group
 from testtime.training.recipe import LossName, Recipe, TrainingError
@@ -24,6 +25,6 @@ from testtime.training.training import Training
 
 __all__ = [
     "Batch", "LossName", "Pool", "Recipe", "Setup", "Trainer", "Training", "TrainingError", "alp_loss", "attack",
-    "fit_together", "format_epoch", "is_first", "joint_loss", "plain_loss", "prepare", "process_group", "shuffle",
-    "train", "train_together", "uda_loss",
+    "fit_together", "format_epoch", "is_first", "joint_loss", "plain_loss", "prepare", "process_group",
+    "robust_loss", "shuffle", "train", "train_together", "uda_loss",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ Losses are not averaged here, because a batch may contain the concatenated batch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from testtime.augment import AugMix, as_floats
 from testtime.networks.replicas import Part
 from testtime.networks.ynet import YNet
 from testtime.randomness import Draws
@@ -85,6 +87,41 @@ def _has_batch_norm(net: Net) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in net.modules())
 
 
+def robust_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
+    """Joint loss, with the self-supervised loss on an augmented view, plus a consistency loss (AugMix).
+
+    The consistency is the Jensen-Shannon divergence between the class probabilities of an image and of two augmented
+    views (Hendrycks et al. 2020).
+    """
+    clean = as_floats(batch.images)
+    augmented = AugMix(recipe.severity)(clean, batch.draws.copies(2))
+    images = torch.cat([clean.unsqueeze(1), augmented], dim=1)  # (B, 3, C, H, W)
+    views, targets = task.views(images[:, 2], batch.draws)
+    views = views.unflatten(0, (len(clean), -1))  # (B, V, C, h, w)
+    if _has_batch_norm(net) or views.shape[2:] != images.shape[2:]:
+        logits, outputs = net(images.flatten(0, 1)), net.self_supervise(views.flatten(0, 1))
+    else:  # in one forward pass
+        shared = 1 if _first_of_four(task, clean) else 0  # the third image is also the first view
+        both = torch.cat([images, views[:, shared:]], dim=1)
+        features = net.encode(both.flatten(0, 1)).unflatten(0, (len(clean), -1))
+        logits = net.classify(features[:, :3].flatten(0, 1))
+        outputs = net.supervise(features[:, 3 - shared :].flatten(0, 1))
+    logits = logits.unflatten(0, (len(clean), 3))
+    terms = {
+        "main": _class_loss(logits[:, 0], batch.labels),
+        "task": recipe.weight * task.loss(outputs, targets),
+        "consistency": recipe.consistency * _divergence(logits),
+    }
+    return terms, logits[:, 0]
+
+
+def _divergence(logits: Tensor) -> Tensor:
+    """Return the Jensen-Shannon divergence `(B,)` of the distributions with logits `(B, V, K)`."""
+    logs = logits.float().log_softmax(-1)
+    mean = torch.logsumexp(logs, 1, keepdim=True) - math.log(logits.shape[1])
+    return (logs.exp() * (logs - mean)).sum(-1).mean(1)
+
+
 def uda_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
     """Joint loss plus self-supervised loss on unlabelled images of the target set (UDA-SS)."""
     assert batch.target is not None
@@ -99,7 +136,7 @@ def alp_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms,
     if _has_batch_norm(net):
         logits, others = net(batch.images), net(adversarial)
     else:  # both in one forward pass
-        pairs = torch.stack([_as_floats(batch.images), adversarial], dim=1)  # (B, 2, C, H, W)
+        pairs = torch.stack([as_floats(batch.images), adversarial], dim=1)  # (B, 2, C, H, W)
         logits, others = net(pairs.flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
     distance = (others.float() - logits.float()).square().mean(1)
     return {"main": _class_loss(logits, batch.labels), "pairing": recipe.pairing * distance}, logits
@@ -125,7 +162,7 @@ def attack(net: Net, images: Tensor, labels: Tensor, draws: Draws, recipe: Recip
     Returns:
         Float in [0, 1], `(B, C, H, W)`, each pixel within `epsilon` of the original.
     """
-    clean = _as_floats(images)
+    clean = as_floats(images)
     start = draws.purpose("attack").uniform(*clean.shape[1:]) * 2 - 1
     adversarial = (clean + recipe.epsilon * start).clamp(0, 1)
     low, high = (clean - recipe.epsilon).clamp(min=0), (clean + recipe.epsilon).clamp(max=1)
@@ -146,10 +183,6 @@ def attack(net: Net, images: Tensor, labels: Tensor, draws: Draws, recipe: Recip
     return adversarial
 
 
-def _as_floats(images: Tensor) -> Tensor:
-    return images.float() / 255 if images.dtype == torch.uint8 else images.float()
-
-
 class Loss(NamedTuple):
     """A method: its loss function, the names of its terms, and the parts of the network it trains."""
 
@@ -161,6 +194,7 @@ class Loss(NamedTuple):
 LOSSES: dict[LossName, Loss] = {
     "plain": Loss(plain_loss, ("main",), ("encoder", "classifier")),
     "joint": Loss(joint_loss, ("main", "task"), ("encoder", "classifier", "ssl")),
+    "robust": Loss(robust_loss, ("main", "task", "consistency"), ("encoder", "classifier", "ssl")),
     "alp": Loss(alp_loss, ("main", "pairing"), ("encoder", "classifier")),
     "uda": Loss(uda_loss, ("main", "task", "target"), ("encoder", "classifier", "ssl")),
 }

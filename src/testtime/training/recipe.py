@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from testtime.augment import AugMix
 from testtime.precision import Precision, check_precision
 from testtime.tasks import Task
 
-LossName = Literal["plain", "joint", "alp", "uda"]
+LossName = Literal["plain", "joint", "robust", "alp", "uda"]
+Schedule = Literal["steps", "cosine"]
 
 
 class TrainingError(RuntimeError):
@@ -21,14 +23,14 @@ class Recipe:
     """The method and hyperparameters of a training. The defaults are the paper's for CIFAR-10.
 
     Attributes:
-        method: "plain", "joint", "alp" or "uda".
+        method: "plain", "joint", "robust", "alp" or "uda".
         epochs: Passes over the training set.
         batch: Images per step, over all processes. The last, incomplete batch of an epoch is dropped.
         lr: Learning rate.
-        drops: Epochs, counted from 0, at which the learning rate is divided by 10.
+        drops: Epochs, counted from 0, at which the learning rate is divided by 10 ("steps").
         momentum: Momentum of SGD.
         weight_decay: Weight decay, on all parameters.
-        weight: Weight of the self-supervised losses ("joint", "uda").
+        weight: Weight of the self-supervised losses ("joint", "robust", "uda").
         rotations: "all": all four rotations of each image; "random": one random rotation of each.
         seed: Seed of shuffling, augmentation and attacks.
         precision: "fp32" is exact; "tf32" and "bf16" are faster on a GPU. Parameters and their updates remain float32.
@@ -37,6 +39,9 @@ class Recipe:
         attack_steps: Steps of the attack ("alp").
         attack_lr: Step size of the attack, for pixels in [0, 1] ("alp").
         task: The self-supervised task; None for the network's own.
+        schedule: "steps": divide the learning rate at `drops`; "cosine": decrease it to 0 along half a cosine.
+        consistency: Weight of the Jensen-Shannon divergence between an image and its augmented views ("robust").
+        severity: Strength of these views, up to 10, see `augment.AugMix` ("robust").
     """
 
     method: LossName = "joint"
@@ -55,6 +60,9 @@ class Recipe:
     attack_steps: int = 7
     attack_lr: float = 2 / 255
     task: Task | None = None
+    schedule: Schedule = "steps"
+    consistency: float = 12.0
+    severity: float = 3.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drops", tuple(self.drops))
@@ -62,14 +70,17 @@ class Recipe:
             raise ValueError(f"`method` must be one of {', '.join(get_args(LossName))}, got {self.method!r}.")
         if self.rotations not in ("all", "random"):
             raise ValueError(f'`rotations` must be "all" or "random", got {self.rotations!r}.')
+        if self.schedule not in get_args(Schedule):
+            raise ValueError(f'`schedule` must be "steps" or "cosine", got {self.schedule!r}.')
         check_precision(self.precision)
+        AugMix(self.severity)
         for name in ("epochs", "batch", "attack_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
         for name in ("lr", "attack_lr", "epsilon"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
-        for name in ("weight_decay", "weight", "pairing"):
+        for name in ("weight_decay", "weight", "pairing", "consistency"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
         if not 0 <= self.momentum < 1:
@@ -92,6 +103,14 @@ class Recipe:
         return replace(base, **changes)
 
     @staticmethod
+    def robust(**changes: Any) -> Recipe:
+        """Joint training with AugMix views and a consistency loss, for networks that are robust before they adapt.
+
+        The severity and the weight of the consistency are those published for AugMix.
+        """
+        return replace(Recipe(method="robust", schedule="cosine", drops=()), **changes)
+
+    @staticmethod
     def digits(**changes: Any) -> Recipe:
         """A recipe for the built-in digits that takes seconds; not from the paper."""
         return replace(Recipe(epochs=20, batch=32, drops=(14, 18)), **changes)
@@ -108,9 +127,15 @@ class Recipe:
 
     def lr_at(self, epoch: int) -> float:
         """Return the learning rate of an epoch, counted from 0."""
+        if self.schedule == "cosine":
+            return self.lr * (1 + math.cos(math.pi * epoch / self.epochs)) / 2
         return self.lr / 10 ** sum(epoch >= drop for drop in self.drops)
 
     def describe(self) -> dict[str, Any]:
         """Return the recipe as JSON-serializable data, for records and comparisons."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.method != "robust":
+            del plain["consistency"], plain["severity"]
+        if self.schedule == "steps":
+            del plain["schedule"]
         return plain | {"drops": list(self.drops), "task": None if self.task is None else repr(self.task)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -47,14 +48,17 @@ class Trainer:
             with arithmetic(self.precision, self.device):
                 self.model = Replicated(nets, self.method.parts, example, check_precision(self.precision))
         lr, momentum, weight_decay = self.recipe.lr, self.recipe.momentum, self.recipe.weight_decay
-        self.optimizer = torch.optim.SGD(self._moved(), lr=lr, momentum=momentum, weight_decay=weight_decay)
+        # Collective operations of several processes are not recorded.
+        self.eager = not can_record(self.device) or world() > 1
+        settings: dict[str, Any] = {"momentum": momentum, "weight_decay": weight_decay}
+        if not self.eager:  # a tensor, so that a recorded step reads the current learning rate
+            settings["fused"], lr = True, torch.tensor(lr, dtype=torch.float32, device=self.device)
+        self.optimizer = torch.optim.SGD(self._moved(), lr=lr, **settings)
         if momentum:
             self._start_momentum()
         # (terms + 1, S): sums over steps of the terms of the loss and of the training error.
         self.sums = torch.zeros(len(self.method.terms) + 1, self.count, dtype=torch.float32, device=self.device)
         self.graph: Captured | None = None
-        # Collective operations of several processes are not recorded.
-        self.eager = not can_record(self.device) or world() > 1
 
     def _replica_fits(self) -> bool:
         """Return whether to train as replicas: always for several trainings, for one where that is faster."""
@@ -176,9 +180,10 @@ class Trainer:
     def set_lr(self, lr: float) -> None:
         """Change the learning rate."""
         for group in self.optimizer.param_groups:
-            if group["lr"] != lr:
-                self.graph = None  # recorded with the old rate
-            group["lr"] = lr
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
 
     def finish(self) -> None:
         """Give the networks their own parameters back, and put them in evaluation mode."""
@@ -222,7 +227,7 @@ def fit_together(trainings: Sequence[Training]) -> bool:
     """
     first = trainings[0]
     # Only the fields that determine the computation.
-    cards = [replace(training.net.card, classes=(), size=None, record={}) for training in trainings]
+    cards = [replace(training.net.card, classes=(), size=None, record={}, settings={}) for training in trainings]
     recipes = [replace(training.recipe, seed=0) for training in trainings]
     return (
         all(training.is_replicable() and training.pools[0] is first.pools[0] for training in trainings)
