@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from testtime.networks.card import Card, CheckpointError
     from testtime.networks.checkpoint import bundled, load
     from testtime.networks.resnet import resnet18, resnet26, resnet50
+    from testtime.networks.statistics import collect
     from testtime.networks.wrap import split
     from testtime.networks.ynet import YNet
     from testtime.randomness import Draws
@@ -59,6 +60,7 @@ _NAMES = {
     "networks.card": ("Card", "CheckpointError"),
     "networks.checkpoint": ("bundled", "load"),
     "networks.resnet": ("resnet18", "resnet26", "resnet50"),
+    "networks.statistics": ("collect",),
     "networks.wrap": ("split",),
     "networks.ynet": ("YNet",),
     "randomness": ("Draws",),
@@ -100,6 +102,7 @@ __all__ = [
     "__version__",
     "augment",
     "bundled",
+    "collect",
     "corruptions",
     "data",
     "diagnose",

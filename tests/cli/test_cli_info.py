@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from command_line import EVIL, Run, assert_tame
 
-from testtime import YNet, resnet26
+from testtime import YNet, collect, resnet26
 from testtime.evaluation.predict_files import format_summary, summarise
 
 
@@ -69,3 +70,30 @@ def test_summaries_are_printable(network: Path) -> None:
     summary["training"]["hardware"] = {"device": EVIL}
     assert format_summary(summary).count("\n") == plain
     assert_tame(format_summary(summary))
+
+
+def test_info_prints_settings_and_statistics(run: Run, tmp_path: Path) -> None:
+    net = resnet26(depth=8, channels=1, size=8)
+    code, out, _ = run("info", saved(net, tmp_path / "plain"), "--json")
+    assert code == 0
+    assert json.loads(out)["statistics"] is None
+    assert json.loads(out)["settings"] == {}
+    net.describe(settings={"ttt": {"lr": 0.002, EVIL[:-1]: EVIL}})
+    collect(net, torch.rand(5, 1, 8, 8))
+    assert net.statistics is not None
+    net.statistics.about["set"] = EVIL
+    code, out, _ = run("info", saved(net, tmp_path / "net"), "--json")
+    counted = sum(p.numel() for part in (net.encoder, net.classifier) for p in part.parameters())
+    assert json.loads(out)["settings"]["ttt"]["lr"] == 0.002
+    assert json.loads(out)["statistics"]["images"] == 5
+    assert json.loads(out)["statistics"]["parameters"] == counted
+    code, out, _ = run("info", tmp_path / "net")
+    assert code == 0
+    assert_tame(out)
+    assert re.search(r"^settings +ttt: lr 0.002", out, re.MULTILINE)
+    assert re.search(rf"^statistics +5 images .* {counted:,} parameters", out, re.MULTILINE)
+
+
+def saved(net: YNet, path: Path) -> Path:
+    net.save(path)
+    return path

@@ -181,6 +181,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "task": (None, 3, [], {}, "rotation\x1b[31m", "r" * 10**6),
     "augment": (None, 3, "crop-flip", ["crop-flip"], {"name": 3}, {"name": "resized-crop-flip", "scale": 0.5}),
     "record": (None, 3, "epochs", ["epochs"], {"deep": json.loads(nested(500))}),
+    "settings": (None, 3, ["ttt"], {"ttt": 3}, {"a\nb": {}}, {"ttt": {"note": "a" * 10**5}}, {"a" * 2000: {}}),
     "nonsense": (1,),
     "\x1b[31m": (1,),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The metadata of a checkpoint, and its validation.
+"""The metadata and statistics of a checkpoint, and their validation.
 
 Files are not trusted: every field of a card has a type and limits, and the tensors must match the network before any
 memory is allocated for it.
@@ -6,6 +6,7 @@ memory is allocated for it.
 
 from __future__ import annotations
 
+import json
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping
@@ -17,16 +18,22 @@ import torch
 from torch import Tensor
 
 from testtime import augment as augmentations
-from testtime.checks import format_value
+from testtime.checks import format_value, is_table, is_table_of
 from testtime.storage import FileError
 
 KEY, FORMAT = "testtime", 1
 """Metadata key of a network's file, and the version of its format."""
 LARGEST_SIZE = 65_536
 """Maximum side of an image in pixels, and maximum number of channels."""
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes of weights."""
+FEATURES = "features"
+"""Name of the classifier's features in `Statistics`."""
+STATISTICS = "statistics"
+"""Field of a file's description and prefix of the names of its tensors, if it has statistics."""
 _LONGEST_TEXT = 1_000
+_LONGEST_TABLE = 20_000
 _DEEPEST = 50
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _AUGMENTATIONS = ("crop-flip", "resized-crop-flip")
 
 
@@ -47,6 +54,8 @@ class Card:
         task: Name of the self-supervised task.
         augment: Name and arguments of the augmentation for training and adaptation.
         record: The training record: settings, data, seeds, loss and error by epoch.
+        settings: Recommended settings by method or mode, e.g. `{"ttt": {"lr": 0.001, "steps": 1}}`; plain JSON. Only
+            their types are checked here.
 
     Raises:
         ValueError: A field has the wrong type or is out of range.
@@ -60,6 +69,7 @@ class Card:
     task: str = "rotation"
     augment: dict[str, Any] = field(default_factory=lambda: {"name": "crop-flip"})
     record: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("classes", "mean", "std"):
@@ -75,6 +85,94 @@ class Card:
             if not isinstance(getattr(self, name), dict):
                 raise ValueError(f"`{name}` must be a dictionary, got {format_value(getattr(self, name))}.")
         _check_augment(self.augment)
+        if not is_table_of(is_table)(self.settings):
+            raise ValueError(f"`settings` must have a dictionary by method, got {format_value(self.settings)}.")
+        for name in self.settings:
+            _check_text("settings", name)
+        object.__setattr__(self, "settings", _make_plain("settings", self.settings))
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Statistics of a network on images like those it was trained on, made by `testtime.collect`.
+
+    The tensors are float32 on the CPU, wherever the network is; move them where they are used.
+
+    Attributes:
+        fisher: Parameter name → diagonal of the empirical Fisher information, of the parameter's shape.
+        means: Name of a normalisation layer → mean of its output per channel `(C,)`, before any fused ReLU; "features"
+            → mean of the input `(D,)` of the classifier's last linear layer.
+        variances: The variances of the same, over images and positions.
+        about: The record: `images`, `set`, `hash`, `seed`; plain JSON.
+
+    Raises:
+        ValueError: A value is of the wrong type or shape, not finite, or negative where it cannot be.
+    """
+
+    fisher: dict[str, Tensor]
+    means: dict[str, Tensor]
+    variances: dict[str, Tensor]
+    about: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        for group in ("fisher", "means", "variances"):
+            tensors = {name: _make_float(f"{group}/{name}", tensor) for name, tensor in getattr(self, group).items()}
+            object.__setattr__(self, group, tensors)
+            if group != "means" and any((tensor < 0).any() for tensor in tensors.values()):
+                raise ValueError(f"`{group}` must not be negative.")
+        shapes = [{name: tensor.shape for name, tensor in group.items()} for group in (self.means, self.variances)]
+        if shapes[0] != shapes[1] or any(len(shape) != 1 for shape in shapes[0].values()):
+            raise ValueError("`means` and `variances` must have a number per channel of the same layers.")
+        if not is_table(self.about):
+            raise ValueError(f"`about` must be a dictionary, got {format_value(self.about)}.")
+        object.__setattr__(self, "about", _make_plain("about", self.about))
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by their names in a file; the Fisher information in bfloat16."""
+        groups = {"fisher": self.fisher, "means": self.means, "variances": self.variances}
+        return {
+            f"{STATISTICS}/{group}/{name}": tensor.to(torch.bfloat16) if group == "fisher" else tensor
+            for group, tensors in groups.items()
+            for name, tensor in tensors.items()
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], about: Any) -> Statistics:
+        """Make statistics from the tensors and the record of a file.
+
+        Raises:
+            ValueError: A tensor has an unknown name, or as for the class.
+        """
+        groups: dict[str, dict[str, Tensor]] = {"fisher": {}, "means": {}, "variances": {}}
+        for path, tensor in tensors.items():
+            _, group, name = [*path.split("/", 2), "", ""][:3]
+            if group not in groups or not name:
+                raise ValueError(f"tensor {format_value(path)} does not belong to this network")
+            groups[group][name] = tensor
+        return cls(**groups, about=about)
+
+
+def _make_float(name: str, tensor: Any) -> Tensor:
+    """Return a tensor as float32 on the CPU."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in FLOATS:
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"`{STATISTICS}` must be floating-point tensors, got {kind} for {format_value(name)}.")
+    tensor = tensor.detach().to("cpu", torch.float32)
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"`{STATISTICS}` must be finite, {format_value(name)} is not.")
+    return tensor
+
+
+def _make_plain(name: str, table: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a dictionary that is plain JSON and not too long."""
+    try:
+        check_plain(table)
+        text = json.dumps(table, allow_nan=False)
+    except (TypeError, ValueError):
+        raise ValueError(f"`{name}` must be plain JSON, got {format_value(table)}.") from None
+    if len(text) > _LONGEST_TABLE:
+        raise ValueError(f"`{name}` must be at most {_LONGEST_TABLE:,} characters of JSON, got {len(text):,}.")
+    return json.loads(text)
 
 
 def check_integer(name: str, value: object, most: int) -> None:
@@ -182,7 +280,7 @@ def compare_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
         if tensor.shape != own.shape:
             shapes = f"{format_value(tuple(tensor.shape))}, the network needs {tuple(own.shape)}"
             raise ValueError(f"tensor {format_value(name)} has shape {shapes}")
-        if tensor.dtype != own.dtype and not (tensor.dtype in _FLOATS and own.dtype in _FLOATS):
+        if tensor.dtype != own.dtype and not (tensor.dtype in FLOATS and own.dtype in FLOATS):
             raise ValueError(f"tensor {format_value(name)} has dtype {tensor.dtype}, the network needs {own.dtype}")
         if not torch.isfinite(tensor.to(own.dtype)).all():
             raise ValueError(f"tensor {format_value(name)} has values that are not finite")

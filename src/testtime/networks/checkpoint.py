@@ -11,7 +11,17 @@ from torch import Tensor
 
 from testtime.checks import check_format, format_value
 from testtime.networks.builders import build
-from testtime.networks.card import FORMAT, KEY, Card, CheckpointError, compare_tensors, read_card
+from testtime.networks.card import (
+    FORMAT,
+    KEY,
+    STATISTICS,
+    Card,
+    CheckpointError,
+    Statistics,
+    compare_tensors,
+    read_card,
+)
+from testtime.networks.statistics import check_statistics
 from testtime.networks.ynet import YNet, check_no_lazy_layers
 from testtime.storage import FileError
 from testtime.tensorfile import read_tensors
@@ -32,7 +42,7 @@ def load(source: str | Path, net: YNet | None = None) -> YNet:
         CheckpointError: The file is missing, damaged, of another kind, or does not fit `net`.
     """
     path = find_checkpoint(source)
-    card, tensors = read_checkpoint(path)
+    card, tensors, statistics = read_parts(path)
     if net is None and not card.architecture:
         raise CheckpointError(path, "a network with a custom model", "build it as `net` and call load(…, net)")
     try:
@@ -44,10 +54,12 @@ def load(source: str | Path, net: YNet | None = None) -> YNet:
             compare_tensors(tensors, net.state_dict())
         card = replace(card, architecture=net.card.architecture or card.architecture)
         net.check_card(card)
+        if statistics is not None:
+            check_statistics(net, statistics)
     except ValueError as error:
         raise CheckpointError(path, str(error).rstrip(".")) from None
     net.load_state_dict(tensors)
-    net.card = card
+    net.card, net.statistics = card, statistics
     return net.eval()
 
 
@@ -64,7 +76,16 @@ def find_checkpoint(source: str | Path) -> Path:
 
 
 def read_checkpoint(path: Path) -> tuple[Card, dict[str, Tensor]]:
-    """Read the card and tensors of a network's file, also of a custom model.
+    """Read the card and the weights of a network's file, also of a custom model.
+
+    Raises:
+        CheckpointError: The file is missing, damaged or of another kind.
+    """
+    return read_parts(path)[:2]
+
+
+def read_parts(path: Path) -> tuple[Card, dict[str, Tensor], Statistics | None]:
+    """Read the card, the weights and, if there are any, the statistics of a network's file.
 
     Raises:
         CheckpointError: The file is missing, damaged or of another kind.
@@ -74,7 +95,11 @@ def read_checkpoint(path: Path) -> tuple[Card, dict[str, Tensor]]:
         if about is None:
             raise ValueError("a safetensors file, but not a testtime network")
         check_format(path, about.pop("format", None), FORMAT)
-        return read_card(about), tensors
+        statistics = None
+        if STATISTICS in about:
+            names = [name for name in tensors if name.startswith(f"{STATISTICS}/")]
+            statistics = Statistics.from_tensors({name: tensors.pop(name) for name in names}, about.pop(STATISTICS))
+        return read_card(about), tensors, statistics
     except CheckpointError:
         raise
     except FileError as error:

@@ -234,12 +234,12 @@ class _Mapped(nn.Module):
         def one(tensors: dict[str, Tensor], batch: Tensor) -> Tensor:
             return functional_call(self.template[0], tensors, batch)
 
-        with _plain_attention():
+        with plain_attention():
             return vmap(one, randomness="different")(state, x.contiguous())
 
 
 @contextlib.contextmanager
-def _plain_attention() -> Iterator[None]:
+def plain_attention() -> Iterator[None]:
     """Disable fused attention, which lacks a batching rule or a gradient."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -4,8 +4,9 @@
 branch θs (`ssl`). It accepts raw images, uint8 or float in [0, 1], and normalises them itself: the normalisation is
 saved with the weights.
 
-Its `Card` holds the metadata: architecture, classes, normalisation, task and training record. checkpoint.py loads
-networks from files, wrap.py makes them from other models.
+Its `Card` holds the metadata: architecture, classes, normalisation, task, training record and recommended settings;
+its `Statistics`, if it has them, were made by `collect` (statistics.py). checkpoint.py loads networks from files,
+wrap.py makes them from other models.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from testtime.networks.card import FORMAT, KEY, Card, check_plain
+from testtime.networks.card import FLOATS, FORMAT, KEY, STATISTICS, Card, Statistics, check_plain
 from testtime.tensorfile import write_tensors
 
 
@@ -31,6 +32,9 @@ class YNet(nn.Module):
         classifier: θm, from features to class logits `(N, K)`.
         ssl: θs, from features to the task's outputs `(N, outputs)`.
         card: Metadata; its `mean` and `std` normalise the images.
+
+    Attributes:
+        statistics: Made by `testtime.collect`, or None; saved and copied with the network, but not in its `state_dict`.
 
     Raises:
         ValueError: The card does not fit the encoder's channels or the classifier's outputs.
@@ -45,6 +49,7 @@ class YNet(nn.Module):
         self.classifier = classifier
         self.ssl = ssl
         self.card = card or Card()
+        self.statistics: Statistics | None = None
         self.check_card(self.card)
         device = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device("cpu"))
         with torch.inference_mode(False):
@@ -115,7 +120,10 @@ class YNet(nn.Module):
             raise ValueError(f"`classes` must name the network's {outputs} outputs, got {len(card.classes)} names.")
 
     def describe(self, **changes: Any) -> YNet:
-        """Change fields of the card that do not affect the computation: `classes`, `size`, `task`, `augment`, `record`.
+        """Change fields of the card that do not affect the computation.
+
+        Args:
+            **changes: `classes`, `size`, `task`, `augment`, `record` or `settings`.
 
         Raises:
             ValueError: A field cannot be changed, is of the wrong type, or does not fit the network.
@@ -136,16 +144,38 @@ class YNet(nn.Module):
             digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())  # numpy has no bfloat16
         return digest.hexdigest()[:16]
 
-    def save(self, path: str | Path) -> None:
-        """Save weights and card to one safetensors file, atomically.
+    def save(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Save weights, card and statistics to one safetensors file, atomically.
+
+        Args:
+            path: The file.
+            dtype: Floating-point type to store the parameters in, e.g. `torch.float16` for a file of half the size;
+                None: their own. Buffers are stored as they are.
 
         Raises:
-            ValueError: The card has numbers that are not finite.
+            ValueError: The card has numbers that are not finite, or `dtype` cannot represent the parameters.
             OSError: The file cannot be written.
         """
-        about = {"format": FORMAT, **asdict(self.card)}
+        about: dict[str, Any] = {"format": FORMAT, **asdict(self.card)}
+        tensors = self.state_dict()
+        if dtype is not None:
+            names = [name for name, _ in self.named_parameters(remove_duplicate=False)]
+            tensors |= {name: _convert(name, tensors[name], dtype) for name in names if name in tensors}
+        if self.statistics is not None:
+            about[STATISTICS] = self.statistics.about
+            tensors |= self.statistics.to_tensors()
         check_plain(about)
-        write_tensors(path, self.state_dict(), KEY, about)
+        write_tensors(path, tensors, KEY, about)
+
+
+def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a parameter in another floating-point type, if that can represent it; others as they are."""
+    if dtype not in FLOATS:
+        raise ValueError(f"`dtype` must be one of {', '.join(map(str, FLOATS))}, got {dtype}.")
+    converted = tensor.to(dtype) if tensor.dtype in FLOATS else tensor
+    if converted.isfinite().sum() != tensor.isfinite().sum():
+        raise ValueError(f"`dtype` {dtype} is too small for the values of {name}.")
+    return converted
 
 
 def _count_outputs(classifier: nn.Module) -> int | None:
