@@ -25,6 +25,8 @@ TINY = [
     "16",
     "--epochs",
     "3",
+    "--statistics",
+    "0",
     "--device",
     "cpu",
 ]

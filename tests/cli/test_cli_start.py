@@ -9,7 +9,21 @@ from pathlib import Path
 import pytest
 from command_line import Run, run_python
 
-COMMANDS = ["train", "predict", "info", "eval", "report", "diagnose", "gradients", "correlate", "corrupt", "demo"]
+COMMANDS = [
+    "train",
+    "pack",
+    "unpack",
+    "predict",
+    "info",
+    "eval",
+    "tune",
+    "report",
+    "diagnose",
+    "gradients",
+    "correlate",
+    "corrupt",
+    "demo",
+]
 
 IMPORTS = """
 import sys
@@ -49,6 +63,8 @@ def test_the_version_is_the_packages(run: Run) -> None:
         (["train", "--method", "magic"], 2),
         (["train", "--target", "digits"], 2),
         (["train", "--seeds", "two"], 2),
+        (["train", "--severity", "2"], 2),
+        (["tune", "-c", "x"], 2),
         (["eval", "--network", "uda"], 2),
         (["corrupt", "in", "out"], 2),
     ],
@@ -84,6 +100,21 @@ def test_without_typer_it_names_the_extra_to_install() -> None:
         ["train", "--out", "x", "--seeds", "0-99999999999"],
         ["train", "--out", "x", "--seeds", "9" * 5000],
         ["train", "--out", "x", "--start", "cifar10-resnet26-gn-joint"],
+        ["train", "--out", "x", "--hold-out", "0"],
+        ["train", "--out", "x", "--hold-out", "5000"],
+        ["train", "--out", "x", "--hold-out", "5", "--data", "imagenet"],
+        ["train", "--out", "x", "--hold-out", "5", "--start", "digits-resnet8-gn-joint"],
+        ["train", "--out", "x", "--recipe", "robust", "--method", "plain"],
+        ["train", "--out", "x", "--method", "robust"],
+        ["train", "--out", "x", "--consistency", "1"],
+        ["train", "--out", "x", "--recipe", "robust", "--severity", "11"],
+        ["train", "--out", "x", "--width", "2", "--network", "resnet18"],
+        ["tune", "--lr", "1", "--out", "x"],
+        ["tune", "-c", "digits-resnet8-gn-joint", "--out", "x"],
+        ["tune", "-c", "digits-resnet8-gn-joint", "--lr", "1,one", "--out", "x"],
+        ["tune", "-c", "digits-resnet8-gn-joint", "--lr", "1", "--data", "digits-c", "--out", "x"],
+        ["tune", "-c", "digits-resnet8-gn-joint", "--lr", "1", "--method", "magic", "--out", "x"],
+        ["eval", "-c", "digits-resnet8-gn-joint", "--matrix", "digits-selection", "--data", "digits", "--out", "x"],
         ["train", "--out", "x", "--device", "abacus"],
         ["predict"],
         ["predict", "x.png", "--threshold", "2"],

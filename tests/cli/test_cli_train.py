@@ -13,6 +13,8 @@ import torch
 from command_line import TINY, Run, start, wait_for
 from safetensors.torch import load_file
 
+from testtime.networks import load
+
 
 def test_training_shows_plain_progress_in_a_pipe_and_refuses_other_settings(run: Run, tmp_path: Path) -> None:
     code, out, err = run(*TINY, "--out", tmp_path)
@@ -79,3 +81,21 @@ def test_two_processes_train_as_one(run: Run, tmp_path: Path, monkeypatch: pytes
     networks = [load_file(tmp_path / name / "network.safetensors") for name in ("two", "one")]
     for name, tensor in networks[1].items():
         torch.testing.assert_close(networks[0][name], tensor, rtol=0, atol=1e-3)
+
+
+def test_statistics_of_training_images_are_stored_with_the_network(run: Run, tmp_path: Path) -> None:
+    for count in (0, 24):
+        assert run(*TINY, "--epochs", "1", "--statistics", count, "--out", tmp_path)[0] == 0
+        statistics = load(tmp_path / "network.safetensors").statistics
+        assert (0 if statistics is None else statistics.about["images"]) == count
+
+
+def test_the_robust_recipe_and_held_out_images_are_recorded(run: Run, tmp_path: Path) -> None:
+    extra = ["--recipe", "robust", "--consistency", "3", "--severity", "1.5", "--width", "2", "--hold-out", "300"]
+    code, _, err = run(*TINY, "--limit", "16", "--epochs", "1", *extra, "--out", tmp_path)
+    assert code == 0, err
+    configuration = json.loads((tmp_path / "record.json").read_text())["configuration"]
+    recipe = configuration["recipe"]
+    assert (recipe["method"], recipe["consistency"], recipe["severity"]) == ("robust", 3, 1.5)
+    assert configuration["network"]["architecture"]["width"] == 2
+    assert (configuration["data"]["held_out"], configuration["test"]["name"]) == (300, "digits-held-out")

@@ -75,7 +75,10 @@ def _neighbours(position: int) -> list[tuple[int, float]]:
     return [(centre, 0.75), (min(max(other, 0), 7), 0.25)]
 
 
-NAMES = ("digits", "digits-c/fog/3", "digits-c/frost/5", "digits-c/zoom_blur/2", "digits-gradual/shot_noise")
+NAMES = (
+    *("digits", "digits-c/fog/3", "digits-c/frost/5", "digits-c/zoom_blur/2", "digits-gradual/shot_noise"),
+    "digits-held-out-c/spatter/2",
+)
 
 
 def read(name: str) -> list[torch.Tensor]:

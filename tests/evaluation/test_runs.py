@@ -37,11 +37,12 @@ from testtime.evaluation import (
     studies,
 )
 from testtime.evaluation import study as studies_of
+from testtime.evaluation.columns import join_columns, make_columns
 from testtime.evaluation.plan import fill
 from testtime.evaluation.ray import cut, start_ray
 from testtime.evaluation.records import Record, evaluate, stream_order
 from testtime.evaluation.schedule import make_groups
-from testtime.evaluation.units import COLUMNS, join_columns, make_columns, read_unit, write_unit
+from testtime.evaluation.units import COLUMNS, read_unit, write_unit
 from testtime.evaluation.worker import Facts, Worker, choose_batch, find_threshold
 from testtime.networks import load
 from testtime.networks.card import CheckpointError
@@ -843,6 +844,7 @@ def test_names_that_no_file_can_have_are_refused_in_the_plan(name: str) -> None:
         {"limit": "3"},
         {"limit": 2**64},
         {"shuffle": 1},
+        {"selection": 1},
         {"sets": (SetSpec("a"), SetSpec("A"))},
         {"sets": (SetSpec("K\u00e4se"), SetSpec("Ka\u0308se"))},
         {"methods": (MethodSpec("a", "fixed"), MethodSpec("A", "fixed"))},
@@ -888,8 +890,8 @@ def test_every_study_is_a_plan_and_says_what_it_is(name: str) -> None:
 
 def test_the_studies_are_the_papers() -> None:
     made = {name: plan_of(name) for name in studies()}
-    ours = "baselines best bn cifar10-1 cifar10-c digits fast gradual imagenet-c mild steps threshold tuning"
-    ours += " vid-cifar7 vid-robust"
+    ours = "baselines best bn cifar10-1 cifar10-c digits digits-selection fast gradual imagenet-c mild selection steps"
+    ours += " threshold tuning vid-cifar7 vid-robust"
     assert studies() == tuple(ours.split())
     assert names(made["cifar10-c"]) == ["cifar10", *(f"cifar10-c/{c}/{n}" for c in CORRUPTIONS for n in range(1, 6))]
     assert names(made["imagenet-c"]) == ["imagenet", *(f"imagenet-c/{c}/5" for c in CORRUPTIONS)]

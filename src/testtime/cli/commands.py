@@ -6,7 +6,21 @@ from typing import Annotated
 
 import typer
 
-from testtime.cli import correlate, corrupt, data, demo, diagnose, eval, gradients, info, predict, report, train
+from testtime.cli import (
+    correlate,
+    corrupt,
+    data,
+    demo,
+    diagnose,
+    eval,
+    gradients,
+    info,
+    pack,
+    predict,
+    report,
+    train,
+    tune,
+)
 
 app = typer.Typer(
     name="testtime",
@@ -19,8 +33,11 @@ app = typer.Typer(
 for command in (train.train, predict.predict, info.info):
     app.command()(command)
 app.command("eval", cls=eval.EvaluateCommand)(eval.evaluate)
+app.command()(tune.tune)
 for command in (report.report, diagnose.diagnose, gradients.gradients, correlate.correlate, corrupt.corrupt, demo.demo):
     app.command()(command)
+app.command()(pack.pack)
+app.command()(pack.unpack)
 app.add_typer(data.app, name="data")
 
 

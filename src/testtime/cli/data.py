@@ -24,11 +24,11 @@ def list_data(data_root: DataRoot = None) -> None:
     from testtime import data
 
     for found in data.describe_all(data_root):
-        echo(f"{found.name:17} {found.state:11} {found.what}")
+        echo(f"{found.name:19} {found.state:11} {found.what}")
         if found.path is not None:
-            echo(f"{'':29} {found.path}")
+            echo(f"{'':31} {found.path}")
         if found.detail:
-            echo(f"{'':29} {found.detail}")
+            echo(f"{'':31} {found.detail}")
 
 
 @app.command("get")

@@ -50,7 +50,7 @@ Methods = Annotated[
     ),
 ]
 Levels = Annotated[str | None, Option(help="Severity levels of corrupted sets: 1-5, 5 or 1,3.", show_default="all")]
-Corruptions = Annotated[str | None, Option(help="Corruptions: fog,frost or all.", show_default="all")]
+Corruptions = Annotated[str | None, Option(help="Corruptions: fog,frost or all.", show_default="all that a set lists")]
 Original = Annotated[
     bool | None,
     Option("--original/--no-original", help="Include the set without corruption.", show_default="included"),
@@ -154,6 +154,7 @@ def evaluate(
       testtime eval -c net.safetensors --data cifar10-c --shuffle --out runs/c
       testtime eval -c n.safetensors --data photos/ --methods fixed,best --out b
       testtime eval -c net.safetensors --matrix gradual --out runs/gradual
+      testtime eval -c net.safetensors --matrix selection --out runs/selection
       testtime eval --network uda=uda/{set}.safetensors --data digits --out u
     """
     with as_bad_arguments():

@@ -35,6 +35,14 @@ TrainingMethod = Annotated[
         "alp: adversarial logit pairing; uda: joint, with rotations of --target."
     ),
 ]
+RecipeName = Annotated[
+    Literal["paper", "robust"] | None,  # None by default, so that the folders of earlier versions keep their names
+    Option(
+        help="paper: the paper's; robust: joint training with AugMix and a consistency loss.",
+        show_default="paper",
+        rich_help_panel=RECIPE,
+    ),
+]
 Target = Annotated[str | None, Option(help="Unlabelled target set of uda, e.g. cifar10-c/fog/5.", show_default=False)]
 Targets = Annotated[
     str | None,
@@ -62,6 +70,10 @@ Network = Annotated[
 Depth = Annotated[
     int | None, Option(help="Depth of resnet26, 6n + 2.", show_default="26; digits 8", rich_help_panel=NETWORK)
 ]
+Width = Annotated[
+    int | None,
+    Option(min=1, help="Multiplier of the channels of resnet26.", show_default="1", rich_help_panel=NETWORK),
+]
 Norm = Annotated[Literal["group", "batch"], Option(help="Normalization layers.", rich_help_panel=NETWORK)]
 Size = Annotated[
     int | None,
@@ -76,7 +88,7 @@ Epochs = Annotated[
     Option(
         min=1,
         help="Number of epochs; the learning rate schedule scales with it.",
-        show_default="the paper's: 150 (group), 75 (batch), 90 (imagenet); digits 20",
+        show_default="the recipe's: 150 (group), 75 (batch), 90 (imagenet); digits 20",
         rich_help_panel=RECIPE,
     ),
 ]
@@ -102,6 +114,14 @@ Rotations = Annotated[
         rich_help_panel=RECIPE,
     ),
 ]
+Consistency = Annotated[
+    float | None,
+    Option(min=0, help="Weight of the consistency loss of robust.", show_default="12", rich_help_panel=RECIPE),
+]
+Severity = Annotated[
+    float | None,
+    Option(help="Strength of the augmented views of robust, up to 10.", show_default="3", rich_help_panel=RECIPE),
+]
 Seed = Annotated[int, Option(help="Seed of weights, order and augmentation.", rich_help_panel=RECIPE)]
 Seeds = Annotated[
     str | None,
@@ -118,7 +138,24 @@ Precision = Annotated[
         rich_help_panel=RECIPE,
     ),
 ]
+HoldOut = Annotated[
+    int | None,
+    Option(
+        min=1,
+        help="Do not train on this many training images, and evaluate on them instead of the test set: "
+        "for choosing settings, see testtime tune.",
+        show_default="none",
+    ),
+]
 Limit = Annotated[int | None, Option(min=1, help="Train on at most this many images.", show_default="all")]
+Statistics = Annotated[
+    int | None,
+    Option(
+        min=0,
+        help="Training images for the statistics stored with the network, which some methods need; 0: none.",
+        show_default="2000",
+    ),
+]
 Cache = Annotated[
     Path | None,
     Option(
@@ -139,18 +176,24 @@ def train(
     start: Start = None,
     network: Network = None,
     depth: Depth = None,
+    width: Width = None,
     norm: Norm = "group",
     size: Size = None,
     crop_area: CropArea = None,
+    recipe: RecipeName = None,
     epochs: Epochs = None,
     lr: Lr = None,
     weight_decay: WeightDecay = None,
     batch: Batch = None,
     rotations: Rotations = None,
+    consistency: Consistency = None,
+    severity: Severity = None,
     seed: Seed = 0,
     seeds: Seeds = None,
     precision: Precision = "fp32",
+    hold_out: HoldOut = None,
     limit: Limit = None,
+    statistics: Statistics = None,
     on_bad_image: OnBadImage = "fail",
     cache: Cache = None,
     data_root: DataRoot = None,
@@ -168,6 +211,10 @@ def train(
       testtime train --data cifar10 --precision tf32 --out runs/cifar
       testtime train --data cifar10 --seeds 0-2 --precision bf16 --out runs/seeds
       testtime train --data photos/ --size 64 --epochs 30 --out runs/photos
+      testtime train --data cifar10 --hold-out 5000 --precision tf32 \\
+        --out runs/selection/joint
+      testtime train --data cifar10 --hold-out 5000 --precision tf32 \\
+        --recipe robust --out runs/selection/robust
       torchrun --nproc-per-node 8 -m testtime train --data imagenet --out runs/i
     """
     _check_combination(context)
@@ -178,24 +225,28 @@ def train(
     from testtime.data import DataError
     from testtime.networks import CheckpointError
 
-    architecture: dict[str, Any] = {"depth": depth, "norm": norm, "size": size, "area": crop_area, "start": start}
-    reading: dict[str, Any] = {"root": data_root, "limit": limit, "cache": cache, "on_bad": on_bad_image}
+    architecture: dict[str, Any] = {"depth": depth, "width": width, "norm": norm, "size": size, "start": start}
+    architecture |= {"area": crop_area, "recipe": recipe or "paper"}
+    reading: dict[str, Any] = {"root": data_root, "hold_out": hold_out, "limit": limit, "cache": cache}
+    reading["on_bad"] = on_bad_image
     changes: dict[str, Any] = {"lr": lr, "batch": batch, "weight_decay": weight_decay, "rotations": rotations}
+    changes |= {"consistency": consistency, "severity": severity, "precision": precision}
+    changes["method"] = None if recipe == "robust" else method
     with training.process_group(pick_device(device)) as local:
         first = training.is_first()
         with as_bad_arguments(DataError, CheckpointError), _progress("decode", first) as report:
             reading |= {"spare": jobs[0].target is None, "progress": report}
             setup = training.prepare(data, network, seed=jobs[0].seed, **architecture, **reading)
             unlabelled = _open_targets(jobs, data_root, setup.source.shape[1])
-            recipe = setup.recipe.change(epochs, method=method, precision=precision, **changes)
+            changed = setup.recipe.change(epochs, **changes)
         if first:
             report_skipped(setup.skipped)
         nets = [setup.build(job.seed).to(local) for job in jobs]
         each: dict[str, Any] = {"seeds": [job.seed for job in jobs], "folders": [job.folder for job in jobs]}
         with _progress("train", first) as report:
-            training.train_together(
-                nets, setup.source, recipe=recipe, test=setup.test, targets=unlabelled, progress=report, **each
-            )
+            given: dict[str, Any] = {"test": setup.test, "targets": unlabelled, "progress": report, **each}
+            given["statistics"] = 2000 if statistics is None else statistics
+            training.train_together(nets, setup.source, recipe=changed, **given)
     if first:
         for net, job in zip(nets, jobs, strict=True):
             echo(f"{job.folder / 'network.safetensors'}: {training.format_epoch(net.card.record['epochs'][-1])}")
@@ -214,6 +265,11 @@ def _check_combination(context: typer.Context) -> None:
     one, several = given["target"] is not None, given["targets"] is not None
     if one + several != (given["method"] == "uda"):
         raise typer.BadParameter("uda requires --target or --targets; only uda accepts them.", param_hint="--target")
+    if given["recipe"] == "robust" and given["method"] != "joint":
+        raise typer.BadParameter("robust is a method of its own: do not pass another.", param_hint="--method")
+    for name in ("consistency", "severity"):
+        if given[name] is not None and given["recipe"] != "robust":
+            raise typer.BadParameter("only --recipe robust accepts it.", param_hint=f"--{name}")
     if given["seeds"] is None:
         return
     if several:

@@ -6,7 +6,8 @@
 `open` takes a name: `digits` is bundled; `cifar10`, `cifar10-c`, `cifar10.1`, `cifar100`, `cifar100-c`, `imagenet`,
 `imagenet-c`, `imagenet-v2`, `imagenet-r`, `imagenet-a`, `vid-robust` and `vid-cifar7` are read from their official
 files, `folder` from any folder of pictures; corrupted and gradually noisier sets are generated from these if there are
-no files. `TestSet` is the interface for the rest of the package. To add a data set, add a `Family` to
+no files. Settings are chosen on training images that were held out: `digits-held-out`, `cifar10-held-out`,
+`cifar10-held-out-c`, …. `TestSet` is the interface for the rest of the package. To add a data set, add a `Family` to
 `families.FAMILIES`.
 """
 

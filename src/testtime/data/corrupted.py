@@ -77,8 +77,8 @@ class Corrupted(DerivedSet):
         ).cpu()
 
 
-def split_part(family: str, part: str) -> tuple[str, int]:
-    """Parse a part like `fog/5` into corruption and level.
+def split_part(family: str, part: str, example: str = "fog/5") -> tuple[str, int]:
+    """Parse a part like `fog/5` into corruption and level; the message for a malformed one shows `example`.
 
     Raises:
         ValueError: It is malformed.
@@ -86,7 +86,7 @@ def split_part(family: str, part: str) -> tuple[str, int]:
     corruption, _, level = part.partition("/")
     name = f"{family}/{part}" if part else family
     if not level or "/" in level:
-        raise ValueError(f"{family} needs CORRUPTION/LEVEL, such as {family}/fog/5; got {name!r}.")
+        raise ValueError(f"{family} needs CORRUPTION/LEVEL, such as {family}/{example}; got {name!r}.")
     if not level.isdecimal():
         raise ValueError(f"{name}: the level must be 1 to 5, got {level!r}.")
     return corruption, int(level)

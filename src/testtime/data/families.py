@@ -19,6 +19,7 @@ from testtime.data import cifar, cifar100, digits, folder, imagenet, imagenet_va
 from testtime.data.corrupted import make_corrupted
 from testtime.data.family import Family, Root, collect_faults
 from testtime.data.gradual import make_gradual
+from testtime.data.held_out import make_held_out
 from testtime.data.packing import find_damage
 from testtime.data.paths import data_root
 from testtime.data.sets import DataError, OnBad, TestSet
@@ -32,12 +33,15 @@ FAMILIES: dict[str, Family] = {
         digits.DIGITS,
         make_corrupted(digits.DIGITS, "the digits"),
         make_gradual(digits.DIGITS, "the digits"),
+        *make_held_out(digits.DIGITS, "the digits' training set"),
         cifar.CIFAR10,
         cifar.CIFAR10_C,
         make_gradual(cifar.CIFAR10, "CIFAR-10's test set"),
+        *make_held_out(cifar.CIFAR10, "CIFAR-10's training set"),
         cifar.CIFAR10_1,
         cifar100.CIFAR100,
         cifar100.CIFAR100_C,
+        *make_held_out(cifar100.CIFAR100, "CIFAR-100's training set"),
         imagenet.IMAGENET,
         imagenet.IMAGENET_C,
         make_gradual(imagenet.IMAGENET, "ImageNet's validation set"),

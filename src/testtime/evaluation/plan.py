@@ -14,7 +14,9 @@ from typing import Any
 
 from testtime import data as datasets
 from testtime.checks import Kind, check_entries, check_name, is_integer
+from testtime.corruptions import SEVERITIES
 from testtime.data.families import is_folder
+from testtime.data.held_out import COUNTS, find_source
 from testtime.evaluation.descriptions import read_shift
 from testtime.evaluation.method_specs import BASELINE, BEST, DEFAULT_METHODS, JOINT, MethodSpec, override, read_method
 from testtime.evaluation.study import (
@@ -61,6 +63,7 @@ class Plan:
         data_root: Root folder of the data sets.
         title: A title for reports.
         on_bad_image: What to do about an unreadable image: "fail" before the run starts, or "skip" it.
+        selection: Whether the run is for choosing settings, for which only held-out sets are accepted.
     """
 
     networks: Mapping[str, str]
@@ -72,6 +75,7 @@ class Plan:
     data_root: str | None = None
     title: str = ""
     on_bad_image: datasets.OnBad = "fail"
+    selection: bool = False
 
     def __post_init__(self) -> None:
         for name in self.networks:
@@ -79,10 +83,16 @@ class Plan:
         for one in self.sets:
             for part in one.name.split("/"):
                 check_name("Each part of a test set's name", part, 255)
-        check_entries(vars(self), {"seeds": _SEEDS, "limit": LIMIT, "shuffle": FLAG})
+        check_entries(vars(self), {"seeds": _SEEDS, "limit": LIMIT, "shuffle": FLAG, "selection": FLAG})
         for name, values in (("sets", self.sets), ("methods", self.methods)):
             check_unique(name, [value.name for value in values])
         check_unique("seeds", self.seeds)
+        for one in self.sets:
+            if self.selection and (one.folder is not None or find_source(one.name) is None):
+                raise ValueError(
+                    f"{one.name} is not held out: settings must be chosen on held-out training images, "
+                    f"{', '.join(f'{name}-held-out' for name in COUNTS)} and their corruptions."
+                )
         for method in self.methods:
             if method.network not in self.networks:
                 option = _OPTIONS.get(method.network, f"--network {method.network}=FILE")
@@ -203,6 +213,7 @@ def make_plan(
         data_root=None if data_root is None else str(data_root),
         title=found.get("title", ""),
         on_bad_image=on_bad_image,
+        selection=found.get("selection", False),
     )
 
 
@@ -288,7 +299,10 @@ def find_sets(
         if whole and original:
             base = family.removesuffix("-c")
             found[base] = SetSpec(base)
-        for name in datasets.expand(pattern):
+        listed = datasets.expand(pattern)
+        # Sets have more corruptions than they list, or say why not when they are opened.
+        more = [f"{family}/{name}/{level}" for name in named or () if name != "original" for level in SEVERITIES]
+        for name in dict.fromkeys((*listed, *more) if whole else listed):
             unit = Unit.of("any", name, 0)
             if unit.level is not None and wanted is not None and unit.level not in wanted:
                 continue

@@ -19,7 +19,7 @@ from testtime.checks import (
     is_table,
     is_text,
 )
-from testtime.corruptions import CORRUPTIONS
+from testtime.corruptions import CORRUPTIONS, EXTRA
 from testtime.evaluation.method_specs import read_method
 from testtime.storage import FileError, check_file, error_text
 
@@ -37,6 +37,7 @@ _STUDY: dict[str, Kind] = {
     "seeds": ("integers from 0 to 2**63 - 1", is_list_of(lambda seed: is_integer(seed, 0))),
     "shuffle": FLAG,
     "limit": LIMIT,
+    "selection": FLAG,
     "methods": ("tables", is_table),
 }
 
@@ -59,6 +60,7 @@ def read_study(study: str | Path) -> dict[str, Any]:
         seeds = [0, 1]
         shuffle = true
         limit = 1000
+        selection = true                   # choose settings: only held-out sets are accepted
 
         [methods.fast]                     # any name
         mode = "episodic"                  # or "fixed", "online"
@@ -154,13 +156,13 @@ def parse_levels(levels: str | Sequence[int]) -> tuple[int, ...]:
 
 
 def parse_corruptions(corruptions: str | Sequence[str]) -> list[str] | None:
-    """Parse the names of corruptions; None for all."""
+    """Parse the names of corruptions; None for all that a set lists."""
     if corruptions == "all":
         return None
-    names = split_words(corruptions)
+    names, known = split_words(corruptions), (*CORRUPTIONS, *EXTRA)
     for name in names:
-        if name not in (*CORRUPTIONS, "original"):
-            raise ValueError(f"No corruption is called {format_value(name)}; available: {', '.join(CORRUPTIONS)}.")
+        if name not in (*known, "original"):
+            raise ValueError(f"No corruption is called {format_value(name)}; available: {', '.join(known)}.")
     return names
 
 

@@ -21,12 +21,14 @@ from testtime.adaptation.adapters import Adapter
 from testtime.adaptation.prediction import Prediction
 from testtime.adaptation.streams import Streams
 from testtime.data import families
+from testtime.data.held_out import COUNTS, find_source, was_seen
 from testtime.data.sets import TestSet
+from testtime.evaluation.columns import join_columns, make_columns
 from testtime.evaluation.method_specs import MethodSpec
 from testtime.evaluation.plan import Plan
 from testtime.evaluation.records import Columns, count_wrong, score, stream_order, walk
 from testtime.evaluation.stream_checkpoints import StreamCheckpoint
-from testtime.evaluation.units import Unit, join_columns, make_columns
+from testtime.evaluation.units import Unit
 from testtime.networks.card import Card, CheckpointError
 from testtime.networks.checkpoint import load
 from testtime.networks.ynet import YNet
@@ -105,12 +107,15 @@ class Worker:
         """Describe a network for a run's configuration, with a fingerprint per set if each set has its own network.
 
         Raises:
-            CheckpointError: A file is missing or damaged, or the networks of the sets differ in kind.
+            CheckpointError: A file is missing or damaged, the networks of the sets differ in kind, or one was trained
+                on the images of a held-out set.
         """
         sets = [source.name for source in self.plan.sets]
         files = {set_name: self.plan.file(name, set_name) for set_name in sets}
         if set(files.values()) == {self.plan.networks[name]}:
             net = self.net(name, sets[0])
+            for set_name, file in files.items():
+                _check_unseen(file, net.card, set_name)
             return {"fingerprint": self.fingerprints[files[sets[0]]], "architecture": net.card.architecture}
         first: Card | None = None
         for set_name, file in files.items():
@@ -119,6 +124,7 @@ class Worker:
             except CheckpointError as error:
                 fault = f"{error.fault} (the network {name} of {set_name})"
                 raise CheckpointError(error.path, fault, error.remedy) from None
+            _check_unseen(file, card, set_name)
             first = first or card
             # Only the training record may differ.
             if replace(card, record={}) != replace(first, record={}):
@@ -300,6 +306,14 @@ class Worker:
                 saved = time.monotonic()
                 pause = max(CHECKPOINT_SECONDS, 20 * (saved - now))
         return [join_columns(part) for part in parts]
+
+
+def _check_unseen(file: str, card: Card, set_name: str) -> None:
+    """Raise a `CheckpointError` if a network was trained on the images of a held-out set."""
+    source = find_source(set_name)
+    if source is not None and was_seen(card.record, source, COUNTS[source]):
+        remedy = f"train it with --hold-out {COUNTS[source]}"
+        raise CheckpointError(file, f"was trained on the images of {set_name}", remedy)
 
 
 def _resume(streams: Streams, orders: Tensor, begun: StreamCheckpoint) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, distributed
 
 from testtime import kernels
 from testtime.data.sets import TestSet
+from testtime.networks.statistics import collect
 from testtime.networks.ynet import YNet
 from testtime.precision import arithmetic
 from testtime.progress import Progress
@@ -38,6 +39,7 @@ def train(
     test: tuple[Tensor, Tensor] | TestSet | None = None,
     target: Tensor | TestSet | None = None,
     classes: Sequence[str] = (),
+    statistics: int = 0,
     progress: Progress | None = None,
 ) -> YNet:
     """Train a network in place, on its device.
@@ -52,6 +54,7 @@ def train(
         test: Images and labels, or a labelled set, evaluated after each epoch.
         target: Unlabelled images of the target set, for "uda".
         classes: Class names; by default those of the set or of the network's card.
+        statistics: Number of training images on which to collect the network's statistics at the end, see `collect`.
         progress: Called with the steps done, their total, and the results of the last epoch.
 
     Returns:
@@ -65,8 +68,8 @@ def train(
     """
     folders = None if folder is None else [folder]
     targets = None if target is None else [target]
-    given: Any = {"folders": folders, "test": test, "targets": targets, "classes": classes, "progress": progress}
-    return train_together([net], images, labels, recipe, **given)[0]
+    given: Any = {"folders": folders, "test": test, "targets": targets, "classes": classes, "statistics": statistics}
+    return train_together([net], images, labels, recipe, **given, progress=progress)[0]
 
 
 def train_together(
@@ -80,6 +83,7 @@ def train_together(
     test: tuple[Tensor, Tensor] | TestSet | None = None,
     targets: Sequence[Tensor | TestSet] | None = None,
     classes: Sequence[str] = (),
+    statistics: int = 0,
     progress: Progress | None = None,
 ) -> list[YNet]:
     """Train several networks with one recipe, for several seeds or target sets.
@@ -99,6 +103,7 @@ def train_together(
         test: As for `train`.
         targets: The target set of each training, for "uda"; of the same image size, but any length.
         classes: As for `train`.
+        statistics: As for `train`.
         progress: Called with the steps done, their total, and the results of the first network's last epoch.
 
     Returns:
@@ -111,7 +116,19 @@ def train_together(
         TrainingError: The loss of a network is no longer finite; the last good checkpoints of all remain.
     """
     with torch.inference_mode(False), torch.enable_grad():  # regardless of the caller's mode
-        return _train(nets, images, labels, recipe or Recipe(), seeds, folders, test, targets, tuple(classes), progress)
+        return _train(
+            nets,
+            images,
+            labels,
+            recipe or Recipe(),
+            seeds,
+            folders,
+            test,
+            targets,
+            tuple(classes),
+            statistics,
+            progress,
+        )
 
 
 def _train(
@@ -124,6 +141,7 @@ def _train(
     test: tuple[Tensor, Tensor] | TestSet | None,
     targets: Sequence[Tensor | TestSet] | None,
     classes: tuple[str, ...],
+    statistics: int,
     progress: Progress | None,
 ) -> list[YNet]:
     """Implement `train_together`, with gradients enabled."""
@@ -165,7 +183,7 @@ def _train(
         for group, until in _groups(runs, recipe.epochs):
             _train_group(group, until, held_out, progress)
         for run in runs:
-            run.finish()
+            run.finish(statistics, progress)
     return list(nets)
 
 
@@ -187,9 +205,12 @@ class _Run:
         if self.folder is not None:
             self.folder.save(self.training, self.history)
 
-    def finish(self) -> None:
+    def finish(self, statistics: int, progress: Progress | None) -> None:
         net = self.training.net.eval()
         net.describe(record=make_record(self.configuration, self.history, self.training.device))
+        net.statistics = None  # those of other weights
+        if statistics:
+            collect(net, self.training.pools[0].source, count=statistics, progress=progress)
         if self.folder is not None and rank() == 0:
             net.save(self.folder.network)
 

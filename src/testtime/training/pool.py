@@ -88,8 +88,9 @@ class Pool:
         """Metadata and a hash of the images."""
         plain: dict[str, Any] = {"count": self.count, "shape": list(self.shape)}
         if isinstance(self.source, TestSet):
-            skipped = {"skipped": list(self.source.skipped)} if self.source.skipped else {}
-            return {"name": self.source.name, **plain, "hash": self.source.fingerprint()[:16], **skipped}
+            optional = {"held_out": self.source.held_out, "skipped": list(self.source.skipped)}
+            given = {name: value for name, value in optional.items() if value}
+            return {"name": self.source.name, **plain, "hash": self.source.fingerprint()[:16], **given}
         assert self.tensor is not None
         return {**plain, "hash": hash_tensors([self.tensor] if self.labels is None else [self.tensor, self.labels])}
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,6 +21,7 @@ import torch
 from testtime import data as datasets
 from testtime.data import folder, imagenet
 from testtime.data.folder import PictureSet
+from testtime.data.held_out import COUNTS, hold_out_images, was_seen
 from testtime.data.sets import OnBad, TensorSet, TestSet, check_on_bad
 from testtime.networks.builders import BUILDERS, Builder
 from testtime.networks.checkpoint import load
@@ -39,7 +40,7 @@ class Setup:
     Attributes:
         net: The initial network.
         source: The training set.
-        test: The test set, or None.
+        test: The test set, the held-out images if there are any, or None.
         recipe: The recipe.
         build: Builds the initial network for a given seed.
     """
@@ -61,12 +62,15 @@ def prepare(
     network: str | None = None,
     *,
     depth: int | None = None,
+    width: int | None = None,
     norm: Literal["group", "batch"] = "group",
     size: int | None = None,
     area: float | None = None,
     start: str | Path | None = None,
+    recipe: Literal["paper", "robust"] = "paper",
     seed: int = 0,
     root: str | Path | None = None,
+    hold_out: int | None = None,
     limit: int | None = None,
     cache: str | Path | None = None,
     spare: bool = True,
@@ -80,14 +84,18 @@ def prepare(
             optionally split into `train` and `test` (or `val`).
         network: The architecture, a name from `BUILDERS`; None for "resnet18" on ImageNet and "resnet26" otherwise.
         depth: Depth of "resnet26", 6n + 2; 8 by default for the digits.
+        width: Multiplier of the channels of "resnet26".
         norm: "group" or "batch".
         size: Input size of the network; by default that of its architecture.
         area: Minimum area of a random crop as a fraction of the photograph, for networks trained on random resized
             crops; 0.08 by default. Small sets are learned faster from larger crops.
         start: A checkpoint file, or the name of a bundled network, to start from instead of random weights; its
             architecture must match the other arguments.
+        recipe: The paper's recipe for the data, or "robust", see `Recipe.robust`.
         seed: Seed of the initial weights, and of the recipe.
         root: Root folder of the data sets.
+        hold_out: Number of training images that are not trained on but replace the test set, for choosing settings;
+            the same ones for every seed. Only for the digits, CIFAR-10 and CIFAR-100.
         limit: Maximum number of training samples, a deterministic subset.
         cache: Folder for decoded photographs. None for `packed` under the data root, only used for ImageNet and for
             sets that do not fit in memory.
@@ -96,16 +104,16 @@ def prepare(
         progress: Called with the images of a set decoded, their total, and a message.
 
     Raises:
-        ValueError: An argument is invalid, or `start` has another architecture.
+        ValueError: An argument is invalid, or `start` has another architecture or was trained on the held-out images.
         CheckpointError: The file of `start` is missing or damaged.
         DataError: The data is missing or damaged.
     """
-    network = network or ("resnet18" if data == "imagenet" else "resnet26")
-    if network not in BUILDERS:
-        raise ValueError(f"`network` must be one of {', '.join(BUILDERS)}, got {network!r}.")
-    builder = BUILDERS[network]
-    if depth is not None and not builder.takes("depth"):
-        raise ValueError(f"`depth` is not supported by {network}, got {depth}.")
+    shape = {name: value for name, value in (("depth", depth), ("width", width)) if value is not None}
+    builder = _find_builder(network or ("resnet18" if data == "imagenet" else "resnet26"), shape)
+    if recipe not in ("paper", "robust"):
+        raise ValueError(f'`recipe` must be "paper" or "robust", got {recipe!r}.')
+    if hold_out is not None and data not in COUNTS:
+        raise ValueError(f"`hold_out` is only available for {', '.join(COUNTS)}, got {data!r}.")
     if limit is not None and limit < 1:
         raise ValueError(f"`limit` must be at least 1, got {limit}.")
     check_on_bad(on_bad)
@@ -116,13 +124,18 @@ def prepare(
     source, test = _open_sets(data, root, size, round(size * 8 / 7) if builder.crops and spare else None, on_bad)
     if source.labels is None:
         raise ValueError(f"{data} has no labels: it needs one folder of images per class.")
+    if hold_out is not None:
+        source, test = hold_out_images(source, hold_out)
+        if loaded is not None and was_seen(loaded.card.record, data, hold_out):
+            remedy = f"start from a network trained with --hold-out {hold_out}"
+            raise FileError(str(start), f"was trained on the images to hold out from {data}", remedy)
     if limit is not None and limit < len(source):
         source = _some_of(source, limit)
     decode = _Decoder(data == "imagenet" and limit is None, root, cache, on_bad, progress)
     source, test = decode(source), None if test is None else decode(test)
 
     def build(seed: int) -> YNet:
-        fresh = _build(builder, data, source, norm, depth, size, area, seed)
+        fresh = _build(builder, data, source, norm, shape, size, area, seed)
         if loaded is None:
             return fresh
         different = find_differences(loaded.card.architecture, fresh.card.architecture)
@@ -130,11 +143,30 @@ def prepare(
             raise FileError(str(start), f"not the requested architecture ({'; '.join(different)})")
         return copy.deepcopy(loaded)
 
+    return Setup(build(seed), source, test, _choose_recipe(recipe, data, builder, norm, seed), build)
+
+
+def _find_builder(network: str, shape: Mapping[str, int]) -> Builder:
+    """Return the builder of an architecture, which must have the arguments `shape`."""
+    if network not in BUILDERS:
+        raise ValueError(f"`network` must be one of {', '.join(BUILDERS)}, got {network!r}.")
+    for name, value in shape.items():
+        if not BUILDERS[network].takes(name):
+            raise ValueError(f"`{name}` is not supported by {network}, got {value}.")
+    return BUILDERS[network]
+
+
+def _choose_recipe(name: str, data: str, builder: Builder, norm: Literal["group", "batch"], seed: int) -> Recipe:
     if data == "digits":
-        recipe = Recipe.digits(seed=seed)
+        paper = Recipe.digits(seed=seed)
+    elif builder.recipe == "imagenet":
+        paper = Recipe.imagenet(seed=seed)
     else:
-        recipe = Recipe.cifar(norm, seed=seed) if builder.recipe == "cifar" else Recipe.imagenet(seed=seed)
-    return Setup(build(seed), source, test, recipe, build)
+        return Recipe.cifar(norm, seed=seed) if name == "paper" else Recipe.robust(seed=seed)
+    if name == "paper":
+        return paper
+    fields = ("epochs", "batch", "weight_decay", "rotations", "seed")  # what depends on the amount of data
+    return Recipe.robust(**{field: getattr(paper, field) for field in fields})
 
 
 def _build(
@@ -142,7 +174,7 @@ def _build(
     data: str,
     source: TestSet,
     norm: str,
-    depth: int | None,
+    shape: Mapping[str, int],
     size: int,
     area: float | None,
     seed: int,
@@ -155,8 +187,9 @@ def _build(
         size = side
         # No flips: a mirrored digit is not a digit.
         augment = {"name": "crop-flip", "padding": side // 8, "flip": False} if data == "digits" else None
-    depth = depth or (8 if data == "digits" else None)
-    options = {"depth": depth} if depth is not None and builder.takes("depth") else {}
+    options = dict(shape)
+    if data == "digits" and builder.takes("depth"):
+        options.setdefault("depth", 8)
     if builder.takes("channels"):
         options["channels"] = channels
     elif channels != 3:
@@ -193,7 +226,9 @@ def _some_of(source: TestSet, limit: int) -> TestSet:
     if isinstance(source, PictureSet):
         return source.pick(numbers, name)
     assert source.labels is not None
-    return TensorSet(name, source.images(numbers), source.labels[numbers], source.classes)
+    chosen = TensorSet(name, source.images(numbers), source.labels[numbers], source.classes)
+    chosen.held_out = source.held_out
+    return chosen
 
 
 @dataclass(frozen=True)

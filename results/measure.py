@@ -1,0 +1,144 @@
+"""Make the result files of this folder again: the networks and every measurement of docs/results.md.
+
+    python results/measure.py --list                        # the steps, and which results exist
+    python results/measure.py selection-joint joint levels  # some steps, in this order
+    python results/measure.py --all                         # about five hours on one H200
+
+A step is a `testtime` command, run from the root of the repository. Its run folder is `runs/STEP`; an interrupted step
+is resumed. Its result is then copied here: the record of a training, the summary of an evaluation. Needs CIFAR-10 and
+the frost pictures under $TESTTIME_DATA, and for the steps on photographs the eight classes of ImageNet in
+`photographs/`, see docs/results/photographs.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, RUNS = ROOT / "results", ROOT / "runs"
+JOINT, ROBUST = "cifar10-resnet26-gn-joint", "cifar10-resnet26-gn-robust"
+PHOTOGRAPHS = "--data photographs --network resnet18 --size 128 --crop-area 0.25 --epochs 240 --batch 128 --lr 0.05"
+GRADUAL = ",".join(f"cifar10-gradual/{name}_noise" for name in ("gaussian", "impulse", "shot"))
+UDA_SETS = f"cifar10,{GRADUAL},cifar10-c/*/5"
+
+TRAININGS = {
+    **{
+        f"selection-{name}": f"--data cifar10 --hold-out 5000 --recipe robust --epochs 30 --precision bf16 {setting}"
+        for name, setting in (
+            ("severity-3", "--severity 3"),
+            ("severity-6", "--severity 6"),
+            ("severity-10", "--severity 10"),
+            ("consistency-6", "--consistency 6"),
+            ("random-rotations", "--rotations random"),
+        )
+    },
+    "selection-joint": "--data cifar10 --hold-out 5000 --precision tf32",
+    "selection-robust": "--data cifar10 --hold-out 5000 --recipe robust --precision tf32",
+    "joint": "--data cifar10 --seeds 0-2 --precision tf32",
+    "robust": "--data cifar10 --recipe robust --seeds 0-2 --precision tf32",
+    "robust-x2": "--data cifar10 --recipe robust --width 2 --precision tf32",
+    "plain": "--data cifar10 --method plain --precision tf32",
+    "bn-joint": "--data cifar10 --norm batch --precision tf32",
+    "bn-plain": "--data cifar10 --norm batch --method plain --precision tf32",
+    "alp": "--data cifar10 --method alp --precision tf32",
+    "uda": f"--data cifar10 --method uda --targets '{UDA_SETS}' --start {JOINT} --epochs 18 --lr 0.004 "
+    "--rotations random --precision tf32",
+    "photographs-joint": f"{PHOTOGRAPHS} --weight-decay 0.0005 --precision tf32",
+    "photographs-plain": f"{PHOTOGRAPHS} --weight-decay 0.0005 --method plain --precision tf32",
+    "photographs-robust": f"{PHOTOGRAPHS} --weight-decay 0.0005 --recipe robust --precision tf32",
+}
+"""Name → arguments of `testtime train`."""
+
+HELD_OUT = "--data cifar10-held-out-c --levels 5 --methods fixed,online --precision bf16 --shuffle"
+LEVEL_5 = "--data cifar10-c --levels 5 --methods fixed,online --precision bf16 --shuffle"
+EVALUATIONS = {
+    **{name: f"-c runs/{name}/network.safetensors {HELD_OUT}" for name in TRAININGS if name.startswith("selection-")},
+    "levels": f"-c {JOINT} --data cifar10-c --methods fixed,online --precision bf16 --shuffle",
+    "standard-level-5": f"-c {JOINT} --data cifar10-c --levels 5 --methods fixed,episodic --precision bf16 --shuffle",
+    "standard-levels-1-4": f"-c {JOINT} --data cifar10-c --levels 1-4 --no-original --methods fixed,episodic "
+    "--precision bf16 --shuffle --limit 2000",
+    "baseline": "--baseline cifar10-resnet26-gn-plain --data cifar10-c --methods plain --shuffle",
+    "alp": "--network alp=cifar10-resnet26-gn-alp --data cifar10-c --methods alp --shuffle",
+    "uda": "--network 'uda=runs/uda/{set}/network.safetensors' --matrix baselines --methods uda",
+    "best": f"-c {JOINT} --matrix best --precision bf16",
+    "best-levels": f"-c {JOINT} --matrix best --levels 1-4 --no-original --precision bf16",
+    "batch-norm": "-c cifar10-resnet26-bn-joint --baseline cifar10-resnet26-bn-plain --matrix bn --precision bf16 "
+    "--limit 2000",
+    "fast": f"-c {JOINT} --matrix fast --methods fast --precision bf16",
+    "steps": f"-c {JOINT} --matrix steps --precision bf16 --limit 128",
+    "threshold": f"-c {JOINT} --matrix threshold --methods below-20% --precision bf16",
+    "gradual": f"-c {JOINT} --baseline cifar10-resnet26-gn-plain --matrix gradual --precision bf16",
+    "gradual-uda": "--network 'uda=runs/uda/{set}/network.safetensors' --data cifar10-gradual --methods uda",
+    "mild-orders": f"-c {JOINT} --matrix mild --methods fixed,online --precision bf16",
+    **{f"joint-{seed}": f"-c runs/joint/seed-{seed}/network.safetensors {LEVEL_5}" for seed in (1, 2)},
+    "robust-levels": f"-c {ROBUST} --data cifar10-c --methods fixed,online --precision bf16 --shuffle",
+    "robust-best": f"-c {ROBUST} --matrix best --precision bf16",
+    **{f"robust-{seed}": f"-c runs/robust/seed-{seed}/network.safetensors {LEVEL_5}" for seed in (1, 2)},
+    "robust-x2-level-5": f"-c cifar10-resnet26x2-gn-robust {LEVEL_5}",
+    "robust-x2-best": "-c cifar10-resnet26x2-gn-robust --matrix best --precision bf16",
+}
+"""Name → arguments of `testtime eval`."""
+
+
+def main() -> None:
+    """Run the steps named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", metavar="STEP")
+    parser.add_argument("--all", action="store_true", help="every step")
+    parser.add_argument("--list", action="store_true", help="list the steps and leave")
+    options = parser.parse_args()
+    known = [*(f"train-{name}" for name in TRAININGS), *EVALUATIONS]
+    if options.list or not (options.steps or options.all):
+        for name in known:
+            print(f"{name:24} testtime {command(name)}")
+        return
+    unknown = sorted(set(options.steps) - set(known))
+    if unknown:
+        parser.error(f"there is no step {unknown[0]!r}; --list shows them")
+    for name in known if options.all else options.steps:
+        take(name)
+
+
+def command(name: str) -> str:
+    """Return the command of a step."""
+    training = name.removeprefix("train-")
+    if name.startswith("train-"):
+        return f"train {TRAININGS[training]} --out runs/{training}"
+    return f"eval {EVALUATIONS[name]} --out runs/eval-{name}"
+
+
+def take(name: str) -> None:
+    """Run a step and copy its result."""
+    testtime(*shlex.split(command(name)))
+    if name.startswith("train-"):
+        folder = RUNS / name.removeprefix("train-")
+        for record in sorted(folder.rglob("record.json")):
+            place = "-".join(record.parent.relative_to(RUNS).parts)
+            copy(record, RESULTS / "cifar10" / f"training-{place}.json")
+    else:
+        folder = RUNS / f"eval-{name}"
+        testtime("report", str(folder), "--format", "json", "--out", str(folder / "report"))
+        copy(folder / "report" / "summary.json", RESULTS / "cifar10" / f"{name}.json")
+
+
+def testtime(*arguments: str) -> None:
+    """Run `testtime`; stops the program if it fails."""
+    print("testtime", shlex.join(arguments), flush=True)
+    done = subprocess.run([sys.executable, "-m", "testtime", *arguments], cwd=ROOT, check=False)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a JSON file, after parsing it."""
+    target.write_text(json.dumps(json.loads(source.read_text()), indent=1) + "\n")
+    print(target.relative_to(ROOT), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""`testtime tune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer import Option
+
+from testtime.cli.console import as_bad_arguments, echo, format_command, name_folder, pick_device, progress
+from testtime.cli.options import MACHINE, METHOD, DataRoot, Device, Limit
+
+Out = Annotated[
+    Path | None,
+    Option(
+        help="Folder of the run; an unfinished run in it is resumed.",
+        show_default="runs/tune-…, named by a hash of the options",
+    ),
+]
+Network = Annotated[str, Option("--checkpoint", "-c", help="Network, trained with --hold-out.", show_default=False)]
+Method = Annotated[str, Option(help="Name of the method: ttt, best, tent, cotta, lame, ….", rich_help_panel=METHOD)]
+Mode = Annotated[
+    Literal["online", "episodic"] | None,
+    Option(help="Mode of the method.", show_default="the method's own", rich_help_panel=METHOD),
+]
+Lr = Annotated[str | None, Option(help="Learning rates, e.g. 0.0005,0.001.", rich_help_panel=METHOD)]
+Steps = Annotated[str | None, Option(help="Gradient steps per image, e.g. 1,2.", rich_help_panel=METHOD)]
+Copies = Annotated[str | None, Option(help="Augmented copies per step, e.g. 16,32.", rich_help_panel=METHOD)]
+Threshold = Annotated[str | None, Option(help="Thresholds of the confidence, e.g. 0.9,1.", rich_help_panel=METHOD)]
+Update = Annotated[str | None, Option(help="Parameters that learn, e.g. encoder,norm.", rich_help_panel=METHOD)]
+Precision = Annotated[
+    Literal["fp32", "tf32", "bf16"], Option(help="Arithmetic precision, of all settings.", rich_help_panel=METHOD)
+]
+Data = Annotated[
+    list[str] | None,
+    Option(
+        help="Held-out sets, e.g. digits-held-out-c. May be repeated.",
+        show_default="those of the network's training data",
+    ),
+]
+Levels = Annotated[str, Option(help="Severity levels of corrupted sets: 1-5, 5 or 1,3.")]
+Seeds = Annotated[list[int] | None, Option(help="Seed of augmentations and order. May be repeated.", show_default="0")]
+Jobs = Annotated[
+    int, Option(min=1, help="Units that run concurrently on a CPU, one thread each.", rich_help_panel=MACHINE)
+]
+
+
+def tune(
+    context: typer.Context,
+    checkpoint: Network,
+    out: Out = None,
+    method: Method = "ttt",
+    mode: Mode = None,
+    lr: Lr = None,
+    steps: Steps = None,
+    copies: Copies = None,
+    threshold: Threshold = None,
+    update: Update = None,
+    precision: Precision = "fp32",
+    data: Data = None,
+    levels: Levels = "5",
+    limit: Limit = None,
+    seed: Seeds = None,
+    data_root: DataRoot = None,
+    jobs: Jobs = 1,
+    device: Device = "auto",
+) -> None:
+    """Choose the settings of a method on training images that were held out.
+
+    Every combination of the values is run on the held-out images and on their
+    corruptions, which are not those of the test sets. OUT/choice.json has the
+    errors and the choice; OUT is a run folder, which testtime report reads. Run
+    the same command again to resume after an interruption.
+
+    Examples:
+      testtime train --data digits --hold-out 300 --out runs/selection
+      testtime tune -c runs/selection/network.safetensors --lr 0.001,0.003
+      testtime tune -c net.safetensors --method tent --lr 0.001,0.002 --steps 1,2
+    """
+    values = {"lr": lr, "steps": steps, "copies": copies, "threshold": threshold, "update": update}
+    if all(text is None for text in values.values()):
+        raise typer.BadParameter("pass the values to choose from, e.g. --lr 0.001,0.002.")
+
+    from testtime import evaluation
+    from testtime.data import DataError
+    from testtime.evaluation import tune
+    from testtime.networks import CheckpointError
+
+    picked = pick_device(device)
+    out = out or name_folder("tune", context.params)
+    same: dict[str, Any] = {} if precision == "fp32" else {"precision": precision}
+    sets: dict[str, Any] = {"data": data, "levels": levels, "seeds": seed, "limit": limit, "data_root": data_root}
+    with as_bad_arguments(DataError, CheckpointError):
+        plan = tune.make_tuning_plan(checkpoint, tune.make_grid(method, mode, values, **same), **sets)
+    with progress("views") as report:
+        run = evaluation.run_plan(plan, out, device=picked, command=format_command(context), jobs=jobs, progress=report)
+    choice = tune.choose(plan, run)
+    echo(*tune.format_choice(choice), f"{tune.write_choice(out, choice)}: written")
