@@ -4,10 +4,11 @@
     python results/measure.py selection-joint joint levels  # some steps, in this order
     python results/measure.py --all                         # about five hours on one H200
 
-A step is a `testtime` command, run from the root of the repository. Its run folder is `runs/STEP`; an interrupted step
-is resumed. Its result is then copied here: the record of a training, the summary of an evaluation. Needs CIFAR-10 and
-the frost pictures under $TESTTIME_DATA, and for the steps on photographs the eight classes of ImageNet in
-`photographs/`, see docs/results/photographs.md.
+A step is a `testtime` command, run from the root of the repository: `train-` steps train a network, `fit-` steps a
+branch for one, the others evaluate. Its run folder is `runs/STEP`; an interrupted step is resumed. Its result is then
+copied here: the record of a training, the summary of an evaluation. Needs CIFAR-10 and the frost pictures under
+$TESTTIME_DATA, and for the steps on photographs the eight classes of ImageNet in `photographs/`, see
+docs/results/photographs.md.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ TRAININGS = {
             ("random-rotations", "--rotations random"),
         )
     },
+    "selection-plain": "--data cifar10 --hold-out 5000 --method plain --precision tf32",
+    "selection-bn-plain": "--data cifar10 --hold-out 5000 --method plain --norm batch --precision tf32",
     "selection-joint": "--data cifar10 --hold-out 5000 --precision tf32",
     "selection-robust": "--data cifar10 --hold-out 5000 --recipe robust --precision tf32",
     "joint": "--data cifar10 --seeds 0-2 --precision tf32",
@@ -54,10 +57,44 @@ TRAININGS = {
 }
 """Name → arguments of `testtime train`."""
 
+WAYS = {
+    "6": "--copy --epochs 6",
+    "20": "--copy --epochs 20",
+    "joint": "--copy --joint --epochs 6",
+}
+"""Ways to make a plain network adaptable; SGD 0.05 (joint 0.02), batches of 256."""
+TRIED = WAYS | {
+    "own": "--epochs 20",
+    "adamw": "--copy --epochs 20 --optimizer adamw",
+    "lr-0.1": "--copy --epochs 20 --lr 0.1",
+    "joint-lr-0.005": "--copy --joint --epochs 6 --lr 0.005",
+}
+"""Ways that are compared on held-out images."""
+FITS = {
+    **{
+        f"selection-branch-{norm}-{way}": f"-c runs/selection-{plain}/network.safetensors --data cifar10 "
+        f"--hold-out 5000 --precision bf16 {options}"
+        for norm, plain in (("gn", "plain"), ("bn", "bn-plain"))
+        for way, options in TRIED.items()
+    },
+    **{
+        f"branch-{norm}-{way}-{seed}": f"-c cifar10-resnet26-{norm}-plain --data cifar10 --hold-out 0 --seed {seed} "
+        f"--precision bf16 {options}"
+        for norm in ("gn", "bn")
+        for way, options in WAYS.items()
+        for seed in (0, 1, 2)
+    },
+}
+"""Name → arguments of `testtime fit-branch`."""
+
 HELD_OUT = "--data cifar10-held-out-c --levels 5 --methods fixed,online --precision bf16 --shuffle"
 LEVEL_5 = "--data cifar10-c --levels 5 --methods fixed,online --precision bf16 --shuffle"
 EVALUATIONS = {
-    **{name: f"-c runs/{name}/network.safetensors {HELD_OUT}" for name in TRAININGS if name.startswith("selection-")},
+    **{
+        name: f"-c runs/{name}/network.safetensors {HELD_OUT}"
+        for name in (*TRAININGS, *FITS)
+        if name.startswith("selection-") and not name.endswith("plain")
+    },
     "levels": f"-c {JOINT} --data cifar10-c --methods fixed,online --precision bf16 --shuffle",
     "standard-level-5": f"-c {JOINT} --data cifar10-c --levels 5 --methods fixed,episodic --precision bf16 --shuffle",
     "standard-levels-1-4": f"-c {JOINT} --data cifar10-c --levels 1-4 --no-original --methods fixed,episodic "
@@ -79,6 +116,7 @@ EVALUATIONS = {
     "robust-levels": f"-c {ROBUST} --data cifar10-c --methods fixed,online --precision bf16 --shuffle",
     "robust-best": f"-c {ROBUST} --matrix best --precision bf16",
     **{f"robust-{seed}": f"-c runs/robust/seed-{seed}/network.safetensors {LEVEL_5}" for seed in (1, 2)},
+    **{name: f"-c runs/{name}/network.safetensors {LEVEL_5}" for name in FITS if name.startswith("branch-")},
     "robust-x2-level-5": f"-c cifar10-resnet26x2-gn-robust {LEVEL_5}",
     "robust-x2-best": "-c cifar10-resnet26x2-gn-robust --matrix best --precision bf16",
 }
@@ -92,10 +130,10 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every step")
     parser.add_argument("--list", action="store_true", help="list the steps and leave")
     options = parser.parse_args()
-    known = [*(f"train-{name}" for name in TRAININGS), *EVALUATIONS]
+    known = [*(f"train-{name}" for name in TRAININGS), *(f"fit-{name}" for name in FITS), *EVALUATIONS]
     if options.list or not (options.steps or options.all):
         for name in known:
-            print(f"{name:24} testtime {command(name)}")
+            print(f"{name:36} testtime {command(name)}")
         return
     unknown = sorted(set(options.steps) - set(known))
     if unknown:
@@ -109,14 +147,17 @@ def command(name: str) -> str:
     training = name.removeprefix("train-")
     if name.startswith("train-"):
         return f"train {TRAININGS[training]} --out runs/{training}"
+    if name.startswith("fit-"):
+        fit = name.removeprefix("fit-")
+        return f"fit-branch {FITS[fit]} --out runs/{fit}"
     return f"eval {EVALUATIONS[name]} --out runs/eval-{name}"
 
 
 def take(name: str) -> None:
     """Run a step and copy its result."""
     testtime(*shlex.split(command(name)))
-    if name.startswith("train-"):
-        folder = RUNS / name.removeprefix("train-")
+    if name.startswith(("train-", "fit-")):
+        folder = RUNS / name.partition("-")[2]
         for record in sorted(folder.rglob("record.json")):
             place = "-".join(record.parent.relative_to(RUNS).parts)
             copy(record, RESULTS / "cifar10" / f"training-{place}.json")

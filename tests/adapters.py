@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import testtime.adaptation.adapters
 from testtime import (
     Adapter,
     Card,
@@ -28,6 +29,8 @@ DEVICE = os.environ.get("TESTTIME_TEST_DEVICE", "cpu")  # where networks and ima
 COUNT = 3  # images in a call; also the number of streams
 NAN, INF = float("nan"), float("inf")
 MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
+if DEVICE != "cpu":
+    testtime.adaptation.adapters.choose_precision = lambda device: "fp32"  # the contract is exact
 
 
 def pictures(count: int = COUNT, seed: int = 0, size: int = 16) -> Tensor:
@@ -35,7 +38,7 @@ def pictures(count: int = COUNT, seed: int = 0, size: int = 16) -> Tensor:
 
 
 def network(norm: str = "group", seed: int = 1) -> YNet:
-    """A network of a few layers, for many tests in little time; "resnet" is the paper's, but shallow."""
+    """A network of a few layers, as if trained jointly, for many tests in little time; "resnet" is the paper's."""
     if norm == "resnet":
         return resnet26(depth=8, size=16, seed=seed).eval().to(DEVICE)
 
@@ -50,7 +53,10 @@ def network(norm: str = "group", seed: int = 1) -> YNet:
         torch.manual_seed(seed)
         encoder = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), normalise(8), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1))
         augment = {"name": "crop-flip", "padding": 2}
-        card = Card(size=16, mean=(0.5,) * 3, std=(0.25,) * 3, augment=augment)
+        record = {"configuration": {}}
+        card = Card(size=16, mean=(0.5,) * 3, std=(0.25,) * 3, augment=augment, record=record)
+        if norm == "no branch":
+            return YNet(nn.Sequential(*encoder, branch(10)), nn.Identity(), None, card).eval().to(DEVICE)
         return YNet(encoder, branch(10), branch(4), card).eval().to(DEVICE)
 
 
@@ -74,12 +80,15 @@ ADAPTERS: dict[str, Callable[..., Adapter]] = {
     "online": make(Online),
     "online, encoder, momentum": make(Online, update="encoder", optimizer=MOMENTUM),
     "online, batch norm, shared": make(Online, share="batch"),
+    "online, patterns": make(Online, update=["encoder.0.*", "ssl.*"]),
     "streams": make(Streams, COUNT),
     "streams, two at a time": make(Streams, COUNT, together=2),
     "tent, online, batch norm": make(Online, method="tent"),
     "tent, episodic": make(Episodic, method="tent"),
+    "tent, online, no branch": make(Online, method="tent"),
     "tent, streams": make(Streams, COUNT, method="tent", steps=2),
     "cotta, online, batch norm": make(Online, method="cotta"),
+    "cotta, episodic, no branch": make(Episodic, method="cotta"),
     "cotta, streams": make(Streams, COUNT, method="cotta"),
     "lame, online": make(Online, method="lame"),
     "lame, episodic, batch norm": make(Episodic, method="lame"),
@@ -92,7 +101,7 @@ SELF_SUPERVISED = [name for name in ADAPTERS if not name.startswith(("tent", "co
 
 
 def network_for(name: str) -> YNet:
-    return network("batch" if "batch norm" in name else "group")
+    return network("batch" if "batch norm" in name else "no branch" if "no branch" in name else "group")
 
 
 def adapter_for(name: str, net: YNet | None = None, **more: Any) -> Adapter:

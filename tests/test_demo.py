@@ -89,7 +89,7 @@ def test_methods_are_what_they_are_called(folder: Path) -> None:
 def test_a_demo_leaves_a_report_a_run_and_the_network(folder: Path, run: Run) -> None:
     tables = ["tables.csv", "tables.md", "tables.tex"]
     report = ["figures", "index.html", "network.safetensors", f"run{KIND}", "summary.json", *tables]
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*report, f"training{KIND}"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*report, f"plain{KIND}", f"training{KIND}"])
     assert run.about["command"].endswith("--epochs 1 --seed 3 --quick")
     assert run.about["seeds"] == [3]
     assert run.configuration["limit"] == 60
@@ -110,6 +110,24 @@ def test_its_errors_are_those_of_evaluate(folder: Path, results: Results) -> Non
             adapter = method.make(net, 3, 8)
             records = evaluate(adapter, sets[table.set_name(column)], shuffle=True, seed=3, limit=60)
             assert table.rows[method.name][column].error == pytest.approx(100 * error(records))
+
+
+def test_a_plain_network_gets_a_branch_and_nothing_else_of_it_changes(folder: Path) -> None:
+    plain, branch = (load(folder / f"plain{KIND}" / name / "network.safetensors") for name in ("plain", "branch"))
+    assert plain.card.record["configuration"]["recipe"]["method"] == "plain"
+    for name, tensor in plain.state_dict().items():
+        if not name.startswith("ssl."):
+            assert torch.equal(tensor, branch.state_dict()[name]), name
+    facts = open_runs(folder / "summary.json")[0].about["demo"]["plain"]
+    assert facts["rotation"] == branch.card.record["branch"]["held_out"]["error"]
+    assert list(facts["errors"]) == ["original", "gaussian noise"]
+    sets, page = demo.make_sets(demo.SHIFTS[:3], seed=3), (folder / "index.html").read_text()
+    for column, name in (("original", "digits"), ("gaussian noise", "digits-shifts/gaussian noise")):
+        for method in (demo.METHODS[0], demo.METHODS[2]):
+            records = evaluate(method.make(branch, 3), sets[name], shuffle=True, seed=3, limit=60)
+            assert facts["errors"][column][method.name] == pytest.approx(100 * error(records), abs=2)  # rounding
+        row = facts["errors"][column]
+        assert f"{column} {row['fixed']:.1f} → {row['online']:.1f}" in page
 
 
 def test_the_page_shows_the_numbers_of_the_run(folder: Path, results: Results) -> None:

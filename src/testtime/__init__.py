@@ -36,11 +36,12 @@ if TYPE_CHECKING:
     from testtime.networks.checkpoint import bundled, load
     from testtime.networks.resnet import resnet18, resnet26, resnet50
     from testtime.networks.statistics import collect
-    from testtime.networks.wrap import split
+    from testtime.networks.wrap import split, wrap
     from testtime.networks.ynet import YNet
     from testtime.randomness import Draws
     from testtime.storage import FileError
     from testtime.tasks import Rotation, Task
+    from testtime.training.branch import fit_branch
     from testtime.training.loop import train
     from testtime.training.recipe import Recipe, TrainingError
 
@@ -61,11 +62,12 @@ _NAMES = {
     "networks.checkpoint": ("bundled", "load"),
     "networks.resnet": ("resnet18", "resnet26", "resnet50"),
     "networks.statistics": ("collect",),
-    "networks.wrap": ("split",),
+    "networks.wrap": ("split", "wrap"),
     "networks.ynet": ("YNet",),
     "randomness": ("Draws",),
     "storage": ("FileError",),
     "tasks": ("Rotation", "Task"),
+    "training.branch": ("fit_branch",),
     "training.loop": ("train",),
     "training.recipe": ("Recipe", "TrainingError"),
 }
@@ -109,6 +111,7 @@ __all__ = [
     "error",
     "evaluate",
     "find_reference",
+    "fit_branch",
     "flips",
     "gradient_correlation",
     "load",
@@ -120,6 +123,7 @@ __all__ = [
     "split",
     "tasks",
     "train",
+    "wrap",
 ]
 
 

@@ -11,13 +11,18 @@ import torch
 Precision = Literal["fp32", "tf32", "bf16"]
 
 
-def check_precision(precision: str) -> torch.dtype:
-    """Return the dtype that layers compute in.
+def choose_precision(device: torch.device) -> Precision:
+    """Return the default precision of a device: "tf32" on CUDA, as in torch's own convolutions, else "fp32"."""
+    return "tf32" if device.type == "cuda" else "fp32"
+
+
+def check_precision(precision: str | None) -> torch.dtype:
+    """Return the dtype that layers compute in; None stands for the default of a device.
 
     Raises:
         ValueError: The precision is unknown.
     """
-    if precision not in get_args(Precision):
+    if precision is not None and precision not in get_args(Precision):
         raise ValueError(f"`precision` must be one of {', '.join(get_args(Precision))}, got {precision!r}.")
     return torch.bfloat16 if precision == "bf16" else torch.float32
 

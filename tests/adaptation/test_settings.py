@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from adapters import COUNT, NAN, network, pictures, same
 from testtime import (
     Episodic,
     Online,
+    Settings,
 )
 from testtime.adaptation.methods import METHODS
 from testtime.adaptation.streams import Streams
@@ -39,6 +41,17 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any], said: str) -> None:
     for kind in (Episodic, Online):
         with pytest.raises(ValueError, match=said):
             kind(network(), **wrong)
+
+
+def test_help_lists_every_setting_with_its_default() -> None:
+    for kind, steps in ((Online, 1), (Streams, 1), (Episodic, 10)):
+        parameters = inspect.signature(kind).parameters
+        assert not any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        for field in fields(Settings):
+            default = steps if field.name == "steps" else field.default
+            assert parameters[field.name].default == default
+            assert f"        {field.name}: " in (kind.__doc__ or "")
+    assert (Episodic(network()).settings.steps, Online(network()).settings.steps) == (10, 1)
 
 
 def test_wrong_networks_and_counts_are_refused() -> None:

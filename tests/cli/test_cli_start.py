@@ -17,6 +17,7 @@ COMMANDS = [
     "info",
     "eval",
     "tune",
+    "fit-branch",
     "report",
     "diagnose",
     "gradients",
@@ -36,7 +37,7 @@ print([name for name in ("torch", "numpy", "matplotlib") if name in sys.modules]
 def test_help_names_every_command(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    assert set(re.findall(r"^│ (\w+) ", out, re.MULTILINE)) >= {*COMMANDS, "data"}
+    assert set(re.findall(r"^│ ([\w-]+) ", out, re.MULTILINE)) >= {*COMMANDS, "data"}
     assert run() == (0, out, "")
 
 
@@ -65,6 +66,8 @@ def test_the_version_is_the_packages(run: Run) -> None:
         (["train", "--seeds", "two"], 2),
         (["train", "--severity", "2"], 2),
         (["tune", "-c", "x"], 2),
+        (["fit-branch"], 2),
+        (["fit-branch", "-c", "x", "--distillation", "2"], 2),
         (["eval", "--network", "uda"], 2),
         (["corrupt", "in", "out"], 2),
     ],
@@ -109,6 +112,12 @@ def test_without_typer_it_names_the_extra_to_install() -> None:
         ["train", "--out", "x", "--consistency", "1"],
         ["train", "--out", "x", "--recipe", "robust", "--severity", "11"],
         ["train", "--out", "x", "--width", "2", "--network", "resnet18"],
+        ["fit-branch", "--out", "x"],
+        ["fit-branch", "-c", "digits-resnet8-gn-joint", "--out", "x", "--lr", "-1"],
+        ["fit-branch", "-c", "digits-resnet8-gn-joint", "--out", "x", "--optimizer", "lion"],
+        ["fit-branch", "-c", "digits-resnet8-gn-joint", "--out", "x", "--data", "no-such-data"],
+        ["fit-branch", "-c", "digits-resnet8-gn-joint", "--out", "x", "--hold-out", "5000"],
+        ["fit-branch", "-c", "digits-resnet8-gn-joint", "--out", "x", "--distillation", "2"],
         ["tune", "--lr", "1", "--out", "x"],
         ["tune", "-c", "digits-resnet8-gn-joint", "--out", "x"],
         ["tune", "-c", "digits-resnet8-gn-joint", "--lr", "1,one", "--out", "x"],

@@ -62,6 +62,8 @@ from testtime.adaptation.streams import Streams
 from testtime.randomness import Draws
 from testtime.storage import FileError
 
+pytestmark = pytest.mark.filterwarnings("ignore:The self-supervised branch is not trained")
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The contract
 # ---------------------------------------------------------------------------------------------------------------------
@@ -372,6 +374,7 @@ def test_one_bad_picture_spoils_no_other(name: str, bad: float, normalises: bool
     assert close(answers[good], expected)
 
 
+@pytest.mark.filterwarnings("ignore:A stream of single images moves the running statistics")
 def test_an_interrupted_step_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stops an adapter in the middle of a step, e.g. control-C, its state is the one before the call."""
 
@@ -487,6 +490,7 @@ def test_a_state_is_a_copy(name: str) -> None:
     assert all(torch.equal(tensor, before[key]) for key, tensor in state.items())
 
 
+@pytest.mark.filterwarnings("ignore:A stream of single images moves the running statistics")
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_what_online_has_learned_is_a_network(norm: Any) -> None:
     adapter = Online(network(norm), copies=4, lr=0.05)

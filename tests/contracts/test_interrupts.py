@@ -21,13 +21,14 @@ MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
 COUNT, PLACES = 4, 32
 SETTINGS: dict[str, Any] = {"copies": 2, "lr": 0.05}
 NET = tt.load("digits-resnet8-gn-joint")
+pytestmark = pytest.mark.filterwarnings("ignore:A stream of single images moves the running statistics")
 BATCH_NORM = tt.resnet26(depth=8, channels=1, size=16, norm="batch").eval()
 
 ADAPTERS: dict[str, Callable[[], tt.Adapter]] = {
     "online": lambda: tt.Online(NET, **SETTINGS),
     "online, momentum": lambda: tt.Online(NET, optimizer=MOMENTUM, **SETTINGS),
     "online, Adam": lambda: tt.Online(NET, optimizer=torch.optim.Adam, **SETTINGS),
-    "online, batch norm": lambda: tt.Online(BATCH_NORM, **SETTINGS),
+    "online, batch norm": lambda: tt.Online(BATCH_NORM, statistics="running", **SETTINGS),
     "online, one batch": lambda: tt.Online(NET, share="batch", **SETTINGS),
     "streams": lambda: tt.Streams(NET, COUNT, **SETTINGS),
     "streams, momentum": lambda: tt.Streams(NET, COUNT, optimizer=MOMENTUM, **SETTINGS),

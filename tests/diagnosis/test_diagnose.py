@@ -121,6 +121,30 @@ def test_scenes_without_an_up_are_noticed(make: Any, net: tt.YNet, reference: Re
     assert all_ways == (make is turned)
 
 
+def test_an_untrained_branch_is_told_from_ill_defined_data(net: tt.YNet, reference: Reference) -> None:
+    untrained = tt.load(NAME)
+    untrained.ssl = tt.resnet26(depth=8, channels=1, size=16, seed=1).ssl
+    images, options = make_set("from above", turned(digits()[0])), {"limit": 200, "trial": 64}
+    own = find_reference(untrained)
+    assert own is not None
+    found = diagnose(untrained, images, reference=own, **options)
+    assert found.verdict.kind == "untrained"
+    assert own.task_error is not None
+    assert f"{own.task_error:.1%}" in found.verdict.headline
+    assert "fit-branch" in found.verdict.reasons[-1]
+    assert diagnose(net, images, reference=reference, **options).verdict.kind == "ill-defined"
+    tt.fit_branch(untrained, tt.data.open("digits", split="train"), epochs=2, batch=32)
+    assert diagnose(untrained, images, reference=find_reference(untrained), **options).verdict.kind != "untrained"
+
+
+def test_a_loss_of_guessing_in_the_card_is_an_untrained_branch(net: tt.YNet) -> None:
+    test_set, options = shifted("contrast", 5), {"limit": 64, "trial": 32}
+    guessed = diagnose(net, test_set, reference=Reference("the card", 1.38), **options)
+    assert guessed.verdict.kind == "untrained"
+    assert "1.38" in guessed.verdict.headline
+    assert diagnose(net, test_set, reference=Reference("the card", 1.0), **options).verdict.kind != "untrained"
+
+
 @pytest.mark.slow
 def test_verdicts_on_digits_agree_with_the_measured_gain(net: tt.YNet, reference: Reference) -> None:
     """Clean digits and three shifts, with the settings of the README, on images that the trial may also have seen."""
@@ -255,6 +279,21 @@ def test_references_come_from_a_set_from_the_card_or_from_nowhere(net: tt.YNet, 
     assert card.task_loss == epochs[-1]["task"]
     assert card.task_error is None
     assert find_reference(tt.load(NAME).describe(record={})) is None
+    elsewhere = {"configuration": {"data": {"name": "somebody's"}, "recipe": {"method": "plain"}}}
+    plain = find_reference(tt.load(NAME).describe(record=elsewhere))
+    assert plain is not None
+    assert (plain.task_error, plain.task_loss) == pytest.approx((0.75, math.log(4)))
+    for branch, expected in (
+        ({"held_out": {"loss": 0.5, "error": 0.2}, "training": {"loss": 0.4, "error": 0.1}}, (0.5, 0.2)),
+        ({"held_out": None, "training": {"loss": 0.4, "error": 0.1}}, (0.4, 0.1)),
+        ({"held_out": [1], "training": {"loss": "low"}}, (math.log(4), 0.75)),  # damaged: as without it
+        ("a branch", (math.log(4), 0.75)),
+    ):
+        found = find_reference(tt.load(NAME).describe(record=elsewhere | {"branch": branch}))
+        assert found is not None
+        assert (found.task_loss, found.task_error) == pytest.approx(expected)
+    subset = tt.load(NAME).describe(record={"branch": {"configuration": {"data": {"name": "digits[:-130]"}}}})
+    assert find_reference(subset) == own
     with pytest.raises(ValueError, match="must be one of"):
         find_reference(net, "nothing")
 

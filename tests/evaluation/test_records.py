@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -191,3 +192,63 @@ def test_flips_of_a_record_against_itself_before() -> None:
 def test_flips_need_the_same_samples() -> None:
     with pytest.raises(ValueError, match="same samples"):
         flips([make_record(0, True)], [make_record(1, True)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Iterables of batches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["fixed", "online"])
+def test_a_loader_gives_the_records_of_the_set(net: YNet, pictures: TensorSet, mode: str) -> None:
+    def adapter() -> Adapter:
+        return Fixed(net) if mode == "fixed" else Online(net, lr=0.05, copies=4)
+
+    assert pictures.labels is not None
+    dataset = torch.utils.data.TensorDataset(pictures.images(slice(None)), pictures.labels)
+    told: list[tuple[int, int, str]] = []
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4)
+    found = list(evaluate(adapter(), loader, progress=lambda *said: told.append(said)))
+    assert found == list(evaluate(adapter(), pictures, batch=4))
+    assert [(done, total) for done, total, _ in told] == [(4, 11), (8, 11), (11, 11)]
+    assert told[-1][2] == f"error {error(found):.1%}"
+    some = [record.sample for record in evaluate(adapter(), loader, limit=6)]
+    assert some == list(range(6))
+
+
+def test_batches_may_lack_labels(net: YNet, pictures: TensorSet) -> None:
+    images, labels = pictures.images(slice(4)), [0, 1, 2, 3]
+    batches = [images, (images, None), [images], (images, labels)]
+    records = list(evaluate(Fixed(net), iter(batches)))
+    assert [record.label for record in records] == [None] * 12 + labels
+    assert [record.sample for record in records] == list(range(16))
+    assert len({record.prediction for record in records[::4]}) == 1  # the same image
+    wrong = [record.prediction != label for record, label in zip(records[12:], labels, strict=True)]
+    assert error(records[12:]) == sum(wrong) / 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (lambda images: (images, torch.tensor([0, 1, 10])), "Batch 1: labels must be from 0 to 9, got 10"),
+        (lambda images: (images, torch.tensor([0, 1, -1])), "got -1"),
+        (lambda images: (images, torch.tensor([0, 1])), r"Batch 1: labels must be 3 integers, got torch.int64 \(2,\)"),
+        (lambda images: (images, torch.zeros(3, 10)), "labels must be 3 integers"),
+        (lambda images: (images, ["cat"] * 3), "labels must be integers, got list"),
+        (lambda images: (images[0], 3), r"got \(1, 8, 8\); pass a DataLoader"),
+        (lambda images: {"images": images}, "must be a tensor .*, got dict"),
+        (lambda images: (images.expand(3, 3, 8, 8), None), "Batch 1: `images` must have 1 channels, got 3"),
+    ],
+)
+def test_malformed_batches_are_refused_with_their_number(net: YNet, pictures: TensorSet, batch: Any, said: str) -> None:
+    images = pictures.images(slice(3))
+    with pytest.raises(ValueError, match=said):
+        list(evaluate(Fixed(net), [(images, torch.tensor([0, 1, 2])), batch(images)]))
+
+
+def test_what_is_no_iterable_of_batches_is_refused_at_the_call(net: YNet) -> None:
+    for wrong in (torch.zeros(2, 1, 8, 8), "digits", 3, {"images": 1}):
+        with pytest.raises(TypeError, match=f"`test_set` must be .*got {type(wrong).__name__}"):
+            evaluate(Fixed(net), wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`shuffle`"):
+        evaluate(Fixed(net), [], shuffle=True)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import testtime.tensorfile
 from adapters import pictures
-from models import Flattening, Residual, VisionTransformer, sequential
+from models import Residual, VisionTransformer
 from testtime import Card, CheckpointError, YNet, bundled, load, resnet18, resnet26, resnet50, split
 from testtime.randomness import Draws
 from torch_defaults import DEFAULTS
@@ -134,184 +134,6 @@ def test_describe_changes_the_card_but_not_the_arithmetic() -> None:
     assert net.card.record == {"epochs": 3}
     with pytest.raises(ValueError, match="`mean` is fixed when a network is built"):
         net.describe(mean=(0.0, 0.0, 0.0))
-
-
-# Splitting
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "sequential": (sequential, "3"),
-    "sequential behind its norm": (sequential, "1"),
-    "residual": (Residual, "norm"),
-    "flattening": (Flattening, "first"),
-    "transformer behind its patches": (VisionTransformer, "patch"),
-    "transformer": (VisionTransformer, "block1"),
-}
-
-
-@pytest.fixture(params=list(MODELS))
-def model_and_cut(request: pytest.FixtureRequest) -> tuple[nn.Module, str]:
-    make, at = MODELS[request.param]
-    torch.manual_seed(3)
-    return make(), at
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_a_split_model_answers_as_the_model(model_and_cut: tuple[nn.Module, str], training: bool) -> None:
-    model, at = model_and_cut
-    net = split(model.train(training), at)
-    assert net.training == training
-    assert all(module.training == training for module in net.modules())
-    images = pictures(4)
-    assert torch.allclose(net(images), copy.deepcopy(model)(images), atol=1e-6)
-
-
-def test_a_split_model_has_the_models_gradients(model_and_cut: tuple[nn.Module, str]) -> None:
-    model, at = model_and_cut
-    net = split(model.eval(), at)
-    net(pictures(4)).square().sum().backward()
-    model(pictures(4)).square().sum().backward()
-    split_gradients = sum(p.grad.square().sum() for p in net.parameters() if p.grad is not None)
-    gradients = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
-    assert torch.allclose(torch.as_tensor(split_gradients), torch.as_tensor(gradients), rtol=1e-4)
-
-
-def test_splitting_leaves_the_model_as_it_was(model_and_cut: tuple[nn.Module, str]) -> None:
-    model, at = model_and_cut
-    before, pointers = bits(model), [p.data_ptr() for p in model.parameters()]
-    torch.manual_seed(8)
-    state = torch.get_rng_state()
-    net = split(model, at)
-    with torch.no_grad():
-        for tensor in [*net.parameters(), *net.buffers()]:
-            tensor.zero_()  # if any of it were the model's, the model would change
-    assert same_bits(bits(model), before)
-    assert [p.data_ptr() for p in model.parameters()] == pointers
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_splitting_keeps_the_mode_of_every_layer() -> None:
-    model = sequential().train()
-    model[1].eval()  # type: ignore[index]  # a frozen BatchNorm
-    modes = [module.training for module in model.modules()]
-    split(model, "3")
-    assert [module.training for module in model.modules()] == modes
-
-
-def test_the_ssl_branch_is_a_copy_with_a_new_last_layer(model_and_cut: tuple[nn.Module, str]) -> None:
-    model, at = model_and_cut
-    net = split(model, at)
-    last = [name for name, module in net.classifier.named_modules() if isinstance(module, nn.Linear)][-1]
-    assert net.ssl.get_submodule(last).out_features == 4
-    assert net.classifier.get_submodule(last).out_features == 10
-    assert net.self_supervise(pictures(4)).shape == (4, 4)
-    new = {f"{last}.weight", f"{last}.bias"}
-    classifier, ssl = bits(net.classifier), bits(net.ssl)
-    assert classifier.keys() == ssl.keys()
-    assert same_bits(*({k: v for k, v in branch.items() if k not in new} for branch in (classifier, ssl)))
-    pointers = [tensor.untyped_storage().data_ptr() for tensor in [*net.parameters(), *net.buffers()]]
-    assert len(set(pointers)) == len(pointers)
-
-
-def test_outputs_seed_and_card_of_a_split() -> None:
-    torch.manual_seed(0)
-    model = Residual()
-    nets = [split(model, "norm", 7, seed=seed, classes="abcdefghij", size=16) for seed in (0, 0, 1)]
-    assert nets[0].self_supervise(pictures(4)).shape == (4, 7)
-    assert same_bits(bits(nets[0]), bits(nets[1]))
-    assert not same_bits(bits(nets[0]), bits(nets[2]))
-    assert nets[0].card.classes == tuple("abcdefghij")
-    assert nets[0].card.size == 16
-    normalised = split(model, "norm", mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
-    by_hand = (pictures(4) - torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1)) / torch.tensor([0.2, 0.3, 0.4]).view(3, 1, 1)
-    assert torch.allclose(normalised(pictures(4)), model(by_hand), atol=1e-5)
-
-
-def test_a_split_model_of_another_precision_normalises_in_it() -> None:
-    torch.manual_seed(0)
-    model = Residual().double()
-    net = split(model, "norm", mean=(0.5,), std=(0.25,))
-    pixels = (pictures(4) * 255).to(torch.uint8)
-    assert torch.equal(net(pixels), model((pixels.double() / 255 - 0.5) / 0.25))
-    assert net.self_supervise(pixels).dtype == torch.float64
-
-
-def test_a_normalisation_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`mean` must have a number for each of 3 channels, got 2"):
-        split(Residual(), "norm", mean=(0.5, 0.5))
-    with pytest.raises(ValueError, match=r"`std` must have a number for each of 3 channels, got 4"):
-        split(Residual(), "norm", std=(0.5,) * 4)
-    for std in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="`std`"):
-            split(Residual(), "norm", std=(0.5, 0.5, std))
-
-
-def test_a_layer_on_one_side_of_a_shortcut_is_no_cut_and_the_cuts_are_named() -> None:
-    with pytest.raises(ValueError, match=r"cannot be split after 'left'. It can be split at: stem, norm, top"):
-        split(Residual(), "left")
-    with pytest.raises(ValueError, match=r"has no layer 'layer9'. It can be split at: stem, norm, top"):
-        split(Residual(), "layer9")
-    with pytest.raises(ValueError, match=r"It can be split at: patch, .*block1, .*block2"):
-        split(VisionTransformer(), "block1.qkv")
-
-
-def test_every_cut_that_is_named_is_possible() -> None:
-    for model in (sequential(), Residual(), VisionTransformer()):
-        model.eval()
-        with pytest.raises(ValueError, match="It can be split at") as error:
-            split(model, "nowhere")
-        for at in str(error.value).split("It can be split at: ")[1].rstrip(".").split(", "):
-            assert torch.allclose(split(model, at)(pictures(4)), model(pictures(4)), atol=1e-6)
-
-
-class Moody(Residual):
-    def forward(self, images: Tensor) -> Tensor:
-        logits = super().forward(images)
-        return logits if self.training else logits.softmax(1)
-
-
-class Branching(Residual):
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images if images.sum() > 0 else -images)
-
-
-class Headless(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Conv2d(3, 8, 3)
-        self.head = nn.Conv2d(8, 10, 1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(F.relu(self.features(images))).mean((2, 3))
-
-
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        (Moody, "computes differently in training mode"),
-        (Branching, "torch.fx cannot trace this model .* Build YNet"),
-        (Headless, "no linear layer after 'features'"),
-        (lambda: nn.Linear(3, 10), "cannot be split"),
-    ],
-)
-@pytest.mark.parametrize("training", [True, False])
-def test_models_that_cannot_be_split_say_why_and_stay_as_they_are(
-    model: Callable[[], nn.Module], said: str, training: bool
-) -> None:
-    user_model = model().train(training)
-    before = bits(user_model)
-    with pytest.raises(ValueError, match=said):
-        split(user_model, "features")
-    assert same_bits(bits(user_model), before)
-    assert all(module.training == training for module in user_model.modules())
-
-
-def test_a_model_with_lazy_layers_is_to_be_called_before_it_is_split() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(10))
-    with pytest.raises(ValueError, match="call it on an image first"):
-        split(model, "0")
-    model(torch.zeros(1, 3, 8, 8))
-    assert split(model, "0").self_supervise(torch.zeros(1, 3, 8, 8)).shape == (1, 4)
 
 
 # Checkpoints
@@ -693,17 +515,6 @@ def test_networks_do_not_depend_on_the_defaults_of_torch(made: str, default: str
     assert torch.equal(net.mean, expected.mean)
     assert torch.equal(net.std, expected.std)
     assert [one.requires_grad for one in net.parameters()] == [one.requires_grad for one in expected.parameters()]
-
-
-@pytest.mark.parametrize("default", DEFAULTS)
-def test_a_split_model_keeps_its_own_precision_whatever_the_defaults(default: str) -> None:
-    model = Residual().double()
-    expected = split(model, "norm", mean=(0.5,), std=(0.3,))
-    with DEFAULTS[default]():
-        net = split(model, "norm", mean=(0.5,), std=(0.3,))
-    assert {tensor.dtype for tensor in (*net.parameters(), *net.buffers())} == {torch.float64}
-    assert same_bits(bits(net), bits(expected))
-    assert torch.equal(net.std, expected.std)
 
 
 @pytest.mark.parametrize("default", DEFAULTS)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from adapters import pictures
 from models import Flattening, Residual, VisionTransformer, sequential
 from testtime import YNet, resnet18, resnet26, split
-from testtime.networks.replicas import PARTS, Replicas
+from testtime.networks.replicas import PARTS, Replicas, put_rows
 from testtime.randomness import Draws
 
 
@@ -56,6 +56,44 @@ class Folding(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.conv(images)
         return self.head(F.relu(x - x.mean(0, keepdim=True)).mean((2, 3)))
+
+
+class Odd(nn.Module):
+    """Buffers of every kind, one of them assigned anew in every pass, and values cached in evaluation mode."""
+
+    steps: Tensor
+    gain: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, groups=1)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.norm = nn.GroupNorm(2, 8)
+        self.bias = nn.Parameter(torch.zeros(8))
+        self.head = nn.Linear(8, 10)
+        self.register_buffer("gain", torch.tensor(1.5), persistent=False)
+        self.register_buffer("steps", torch.tensor(0))
+        self.cache: dict[str, Tensor] = {}
+
+    def train(self, mode: bool = True) -> Odd:
+        if mode:
+            self.cache.clear()
+        return super().train(mode)
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.steps = self.steps + 1
+        if "bias" not in self.cache:
+            self.cache["bias"] = self.bias.tanh()
+        x = self.norm(self.depthwise(F.relu(self.conv(images)))) * self.gain
+        return x + self.cache["bias"][:, None, None]
+
+
+def odd() -> YNet:
+    def branch(outputs: int) -> nn.Module:
+        return nn.Sequential(nn.PReLU(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, outputs))
+
+    torch.manual_seed(3)
+    return YNet(Odd(), branch(10), branch(4)).eval()
 
 
 def net_of(name: str) -> YNet:
@@ -274,7 +312,158 @@ def test_code_that_mixes_the_batch_is_found_by_trying(caplog: pytest.LogCaptureF
 def test_known_layers_are_not_mapped(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "testtime"):
         Replicas(net_of(name), 2, PARTS, pictures(2, size=32))
-    assert not caplog.messages
+    assert not any("vmap" in message for message in caplog.messages)
+
+
+# One replica
+
+
+FOREIGN = ["sequential", "residual", "transformer", "transformer, patches", "rectified", "reflecting", "folding"]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_one_replica_is_called_directly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("one replica went through vmap or through plain attention")
+
+    monkeypatch.setattr("testtime.networks.replicas.vmap", refuse)
+    monkeypatch.setattr("testtime.networks.replicas.plain_attention", refuse)
+    net = net_of(name)
+    replicas = Replicas(net, 1, PARTS, pictures(2))
+    images = pictures(3).view(1, 3, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.allclose(replicas(images)[0], net(images[0]), atol=1e-5)
+        assert torch.allclose(replicas.self_supervise(images)[0], net.self_supervise(images[0]), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*FOREIGN, "flattening"])
+def test_one_replica_has_the_gradients_and_statistics_of_its_network(name: str) -> None:
+    replicas, (one,) = different_replicas(net_of(name), 1, size_of(name))
+    images = pictures(4, size=size_of(name), seed=1)
+    replicas.train_norms(True)
+    parameters = replicas.parameters(PARTS)
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    total = replicas(images[None]).square().sum() + replicas.self_supervise(images[None]).sin().sum()
+    gradients = dict(zip(parameters, torch.autograd.grad(total, list(parameters.values())), strict=True))
+    one.train()
+    expected = gradients_alone(one, images)
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    for key, gradient in gradients.items():
+        assert torch.allclose(gradient[0].double(), expected[key], atol=1e-4 * scale, rtol=1e-3), key
+    for key, buffer in one.named_buffers():
+        if key in replicas.tensors:
+            assert torch.allclose(replicas.tensors[key][0], buffer, atol=1e-5), key
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_batch_statistics_leave_the_running_ones_alone(count: int) -> None:
+    net = net_of("reflecting")
+    replicas = Replicas(net, count, PARTS, pictures(2))
+    replicas.use_statistics("batch")
+    images = pictures(4).expand(count, 4, 3, 16, 16)
+    with torch.no_grad():
+        answers = replicas(images)
+    assert all(torch.equal(tensor[0], net.state_dict()[key]) for key, tensor in replicas.tensors.items())
+    with torch.no_grad():
+        assert torch.allclose(answers[0], net.train()(images[0]), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_replica_computes_in_the_dtype_asked_for(dtype: torch.dtype) -> None:
+    net = net_of("reflecting")
+    replicas = Replicas(net, 1, PARTS, pictures(2), dtype)
+    with torch.no_grad():
+        logits = replicas(pictures(3)[None])
+        assert logits.dtype == dtype
+        assert torch.allclose(logits[0].float(), net(pictures(3)), atol=0.1 if dtype == torch.bfloat16 else 1e-5)
+    assert all(tensor.dtype == torch.float32 for tensor in replicas.parameters(PARTS).values())
+
+
+def test_buffers_of_every_kind_and_caches() -> None:
+    net = odd()
+    replicas = Replicas(net, 1, PARTS, pictures(2))
+    assert replicas.tensors["encoder.gain"].shape == (1,)
+    parameters = replicas.parameters(PARTS)
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    before = int(replicas.tensors["encoder.steps"])
+    for passed in (1, 2):  # a second pass would meet what the first has cached
+        loss = replicas.self_supervise(pictures(2)[None]).square().sum()
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        assert int(replicas.tensors["encoder.steps"]) == before + passed
+        bias = dict(zip(parameters, gradients, strict=True))["encoder.bias"]
+        assert bias is not None
+        assert bias.abs().sum() > 0
+    with torch.no_grad():
+        replicas.tensors["encoder.bias"] += 1
+        replicas.tensors["encoder.gain"] *= 2
+    state = replicas.read(0)
+    assert state["encoder.gain"] == 3
+    other = odd()
+    for name, tensor in [*other.named_parameters(), *other.named_buffers()]:
+        if name in state:
+            tensor.data.copy_(state[name])
+    other.train().eval()  # no caches
+    with torch.no_grad():
+        assert torch.allclose(replicas(pictures(2)[None])[0], other(pictures(2)), atol=1e-5)
+
+
+def test_what_no_state_has_stays_when_it_is_written() -> None:
+    net = odd()
+    replicas = Replicas(net, 2, PARTS)
+    replicas.tensors["encoder.gain"] += 1
+    replicas.write(1, {name: tensor + 1 for name, tensor in net.state_dict().items()})
+    assert replicas.tensors["encoder.gain"].tolist() == [2.5, 2.5]
+    assert torch.equal(replicas.tensors["encoder.bias"][1], net.state_dict()["encoder.bias"] + 1)
+    with pytest.raises(KeyError):
+        replicas.write(0, {})
+
+
+def test_rows_of_scalars_are_put_back() -> None:
+    piece, old = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    put_rows(piece, old, torch.tensor([True, False]))
+    assert piece.tolist() == [3.0, 2.0]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_network_without_a_branch(count: int) -> None:
+    torch.manual_seed(0)
+    net = YNet(Residual(), nn.Identity(), None).eval()
+    replicas = Replicas(net, count, ("encoder", "classifier"), pictures(2))
+    images = pictures(4).expand(count, 4, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.allclose(replicas(images)[count - 1], net(images[0]), atol=1e-5)
+    with pytest.raises(ValueError, match="no self-supervised branch"):
+        replicas.self_supervise(images)
+
+
+def test_norms_of_a_frozen_part_survive_channels_last() -> None:
+    """torch crashes in the backward pass of GroupNorm on channels-last input that needs no gradient."""
+    replicas = Replicas(odd(), 1, PARTS, pictures(2))
+    weight = replicas.tensors["encoder.norm.weight"].requires_grad_(True)
+    (gradient,) = torch.autograd.grad(replicas(pictures(2)[None]).square().sum(), weight)
+    assert gradient.isfinite().all()
+    assert gradient.abs().sum() > 0
+
+
+def test_packed_gradients_are_those_of_autograd() -> None:
+    replicas, _ = different_replicas(net_of("transformer"), 2, 16)
+    parameters = replicas.parameters(PARTS)
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    images = pictures(4).view(2, 2, 3, 16, 16)
+    for _ in range(2):  # the second does not add to the first
+
+        def loss() -> Tensor:
+            return replicas.self_supervise(images).square().sum()  # not of the classifier
+
+        value, packed = replicas.packed.gradient(loss)
+        expected = torch.autograd.grad(loss(), list(parameters.values()), materialize_grads=True)
+        assert torch.allclose(value, loss())
+        for (name, found), gradient in zip(replicas.packed.unpack(packed).items(), expected, strict=True):
+            assert torch.allclose(found, gradient, atol=1e-6), name
+    assert all(parameter.grad is None for parameter in parameters.values())
 
 
 def test_tied_weights_stay_tied() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from testtime.kernels.cpu import build
 from testtime.networks import resnet26
 from testtime.networks.resnet import BatchNormReLU
-from testtime.networks.stacked import Stacking, stack_layers
+from testtime.networks.stacked import Stacking, is_accelerated, stack_layers
 from testtime.randomness import Draws
 
 
@@ -56,3 +57,27 @@ def test_stacked_batch_norm_is_the_layer(count: int, training: bool) -> None:
     torch.testing.assert_close(*gradients)
     for name, tensor in stacked.named_buffers():
         torch.testing.assert_close(tensor, torch.stack([one.get_buffer(name) for one in alone]))
+
+
+def convolutions(channels: int, **options: int) -> nn.Module:
+    """Layers of torch alone; most multiplications are in the second."""
+    return nn.Sequential(
+        nn.Conv2d(3, channels, 1), nn.Conv2d(channels, channels, 3, padding=1, bias=False, **options), nn.Flatten()
+    )
+
+
+@pytest.mark.skipif(build.find_compiler() is None, reason="needs a C++ compiler")
+def test_kernels_pay_for_one_replica_where_they_do_most_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.zeros(2, 3, 16, 16)
+    own = resnet26(depth=8).encoder
+    assert is_accelerated(own, None)
+    assert is_accelerated(convolutions(64), images)
+    assert not is_accelerated(convolutions(64), None)  # nobody knows the sizes
+    assert not is_accelerated(convolutions(64, groups=64), images)
+    assert not is_accelerated(convolutions(24), images)
+    small_part = nn.Sequential(convolutions(16), nn.Linear(16 * 256, 1024))
+    assert not is_accelerated(small_part, images)
+    assert not is_accelerated(nn.Identity(), images)
+    monkeypatch.setenv("TESTTIME_KERNELS", "off")
+    assert is_accelerated(own, None)  # the plain form of the same layers, as a reference
+    assert not is_accelerated(convolutions(64), images)

@@ -4,6 +4,7 @@ method.py         observe, learn, observe again
 objectives.py     losses on unlabelled images; corrections.py: methods without gradients
 methods.py        METHODS: objectives and settings by name
 settings.py       settings of an adapter; guard.py: which images to learn from, and which updates to undo
+selection.py      which parameters and statistics learn; safe defaults and warnings
 learner.py        replicas, objective and optimizer; optimizers.py: optimizers of stacked parameters
 adapters.py       Fixed, Episodic, Online; streams.py: many online streams
 replica_store.py  storage of many streams; batching.py: how many run in parallel; recorder.py: CUDA graphs

@@ -31,13 +31,21 @@ from testtime.adaptation.guard import gate
 from testtime.adaptation.inputs import check_images, check_samples
 from testtime.adaptation.learner import Learner
 from testtime.adaptation.methods import METHODS, Method, Mode, find_method
+from testtime.adaptation.objectives import Entropy
 from testtime.adaptation.optimizers import is_rowwise
 from testtime.adaptation.prediction import Prediction
 from testtime.adaptation.recorder import run, run_each
+from testtime.adaptation.selection import (
+    choose_statistics,
+    select_parameters,
+    warn_about_branch,
+    warn_about_statistics,
+)
+from testtime.adaptation.settings import document_settings
 from testtime.adaptation.source import Source
 from testtime.adaptation.state import Stateful
 from testtime.networks.ynet import YNet
-from testtime.precision import Precision, arithmetic
+from testtime.precision import Precision, arithmetic, choose_precision
 from testtime.tasks import Task
 
 log = logging.getLogger(__name__)
@@ -60,12 +68,24 @@ class Adapter(Stateful):
     def __init__(self, net: YNet, method: str | Method, mode: Mode, settings: Mapping[str, Any]) -> None:
         _check_network(net)
         method = find_method(method)
+        _check_branch(net, method)
         given = method.make_settings(mode, settings)
-        task = given.task or tasks.make(net.card.task)
-        augment = given.augment or augmentations.make(net.card.augment)
         super().__init__(net)
-        self.method, self.settings = method, replace(given, task=task, augment=augment)
+        self.method = method
+        self.settings = replace(
+            given,
+            statistics=given.statistics or choose_statistics(net, given),
+            precision=given.precision or choose_precision(self.device),
+            task=given.task or tasks.make(net.card.task),
+            augment=given.augment or augmentations.make(net.card.augment),
+        )
         self._sources: dict[tuple[int, ...], Source] = {}
+        if given.steps:
+            select_parameters(net, given.update)  # raises if there are none
+            if method.needs_branch:
+                warn_about_branch(net)
+            if mode == "online":
+                warn_about_statistics(net, self.settings)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return class logits `(N, K)` of images `(N, C, H, W)`, after adaptation."""
@@ -86,9 +106,11 @@ class Adapter(Stateful):
             check_samples(samples, len(images))
         with self._lock, torch.inference_mode(False), torch.no_grad():
             numbers = self._number(images) if samples is None else samples
-            with arithmetic(self.settings.precision, self.device), self._all_or_nothing():
-                # Copies, since autograd cannot save tensors made in inference mode.
-                copies = (tensor.detach().to(self.device, copy=True) for tensor in (images, numbers))
+            with arithmetic(self.settings.precision or "fp32", self.device), self._all_or_nothing():
+                # Copies, since autograd cannot save tensors made in inference mode; contiguous, since the memory format
+                # decides how products are rounded.
+                given = {"copy": True, "memory_format": torch.contiguous_format}
+                copies = (tensor.detach().to(self.device, **given) for tensor in (images, numbers))
                 prediction = self._predict(*copies)
                 self._counts = self._counts + torch.stack([prediction.adapted.sum(), prediction.rolled_back.sum()])
                 self.seen += len(images)
@@ -122,7 +144,7 @@ class Adapter(Stateful):
 
 def _check_network(net: YNet) -> None:
     if not isinstance(net, YNet):
-        raise TypeError(f"`net` must be a YNet, got {type(net).__name__}; testtime.split(model, at=…) makes one.")
+        raise TypeError(f"`net` must be a YNet, got {type(net).__name__}; testtime.split(model) makes one.")
     half = {tensor.dtype for tensor in net.parameters()} & {torch.float16, torch.bfloat16}
     if half:
         raise ValueError(
@@ -131,11 +153,26 @@ def _check_network(net: YNet) -> None:
         )
 
 
+def _check_branch(net: YNet, method: Method) -> None:
+    if method.needs_branch and net.ssl is None:
+        others = ", ".join(name for name, one in METHODS.items() if not one.needs_branch)
+        raise ValueError(
+            f"`method` {method.name!r} needs a self-supervised branch, which the network does not have: add one with "
+            f"testtime.split and testtime.fit_branch, or choose a method that needs none ({others})."
+        )
+
+
 def copy_network(net: YNet, learned: Mapping[str, Tensor]) -> YNet:
     """Return a copy of a network with the learned tensors of a replica."""
     made = copy.deepcopy(net)
-    made.load_state_dict({**made.state_dict(), **learned})
-    return made.requires_grad_(True)
+    own = {**dict(made.named_parameters()), **dict(made.named_buffers())}  # not `state_dict`: all buffers
+    with torch.no_grad():
+        for name, tensor in learned.items():
+            own[name].copy_(tensor)
+    return made
+
+
+_FIXED = Method("fixed", "predicts without learning", "", Entropy)
 
 
 class Fixed(Adapter):
@@ -143,20 +180,23 @@ class Fixed(Adapter):
 
     Args:
         net: The network; it is copied.
-        task: The self-supervised task to measure; the network's own by default.
-        precision: "fp32", "tf32" or "bf16".
+        task: The self-supervised task to measure; the network's own by default. For a network without a
+            self-supervised branch, loss and confidence are those of the predicted classes: entropy and probability.
+        precision: "fp32", "tf32" or "bf16"; None: "tf32" on CUDA, else "fp32".
         mirrored: Average the logits of the image and its mirror image.
     """
 
     def __init__(
-        self, net: YNet, *, task: Task | None = None, precision: Precision = "fp32", mirrored: bool = False
+        self, net: YNet, *, task: Task | None = None, precision: Precision | None = None, mirrored: bool = False
     ) -> None:
-        super().__init__(net, "ttt", "fixed", {"steps": 0, "task": task, "precision": precision, "mirrored": mirrored})
+        method = _FIXED if getattr(net, "ssl", None) is None else "ttt"
+        super().__init__(net, method, "fixed", {"steps": 0, "task": task, "precision": precision, "mirrored": mirrored})
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         return self._unadapted(images)
 
 
+@document_settings(steps=10)
 class Episodic(Adapter):
     """Every image is a separate episode: learn from it, predict it, reset (the paper's standard version).
 
@@ -169,7 +209,7 @@ class Episodic(Adapter):
         method: A name from `METHODS`, or a custom `Method`.
         parallel: Number of parallel episodes; "auto" times a few candidates once there are enough images. It is
             reduced if the GPU runs out of memory.
-        **settings: Fields of `Settings`; they override the method's. The default is 10 steps per image.
+        **settings: See below; they override the method's.
     """
 
     def __init__(
@@ -246,16 +286,17 @@ class Episodic(Adapter):
         return choose_fastest((*self._identify().values(), shape, images.device), counts, trial)
 
 
+@document_settings(steps=1)
 class Online(Adapter):
     """Images are a stream: each is predicted after an update on it, in order, and the state persists.
 
-    A stream that is saved and loaded elsewhere continues bit for bit. Use Group Normalization: with Batch
-    Normalization, the statistics of single images degrade the stream, as the paper found.
+    A stream that is saved and loaded elsewhere continues bit for bit. Running statistics of Batch Normalization would
+    degrade it, as the paper found; see `statistics`.
 
     Args:
         net: The network; it is copied.
         method: A name from `METHODS`, or a custom `Method`.
-        **settings: Fields of `Settings`; they override the method's.
+        **settings: See below; they override the method's.
     """
 
     def __init__(self, net: YNet, *, method: str | Method = "ttt", **settings: Any) -> None:

@@ -88,7 +88,7 @@ def find_most_for_kernels(net: YNet, views: Tensor) -> int:
     hooks = [layer.register_forward_hook(note) for layer in net.modules()]
     try:
         with torch.no_grad():
-            net.self_supervise(views[:1])
+            net(views[:1]) if net.ssl is None else net.self_supervise(views[:1])
     finally:
         for hook in hooks:
             hook.remove()

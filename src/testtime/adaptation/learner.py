@@ -8,23 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load, save
-from torch import Tensor, nn
+from torch import Tensor
 
 from testtime.adaptation.methods import Method
 from testtime.adaptation.optimizers import StackedOptimizer
-from testtime.adaptation.settings import Settings, Update
+from testtime.adaptation.selection import find_parts, select_parameters
+from testtime.adaptation.settings import Settings
 from testtime.kernels.graphs import Concurrent, Later, can_record
-from testtime.networks.replicas import Part, Replicas, put_rows
+from testtime.networks.replicas import Replicas, put_rows
 from testtime.networks.ynet import YNet
 from testtime.precision import check_precision
 from testtime.randomness import Draws
-
-_MOVING: dict[Update, tuple[Part, ...]] = {
-    "norm": ("encoder", "classifier"),
-    "encoder": ("encoder",),
-    "encoder+ssl": ("encoder", "ssl"),
-    "all": ("encoder", "classifier"),
-}
 
 
 class Snapshot(NamedTuple):
@@ -52,16 +46,13 @@ class Learner:
 
     def __init__(self, net: YNet, count: int, method: Method, settings: Settings, shape: tuple[int, ...]) -> None:
         self.net, self.method, self.settings, self.shape = net, method, settings, shape
-        moving = _MOVING[settings.update]
-        parts: tuple[Part, ...] = moving
-        if settings.update == "encoder" and _tracks_statistics(net.ssl):
-            parts = ("encoder", "ssl")  # the statistics of `ssl` change too
         device = next(net.parameters()).device
         # Random, since a constant image would not reveal faults of the replicas.
         example = Draws.of(0, torch.arange(2, device=device)).uniform(*shape)
+        parts = find_parts(net, settings, method.needs_branch)
         self.replicas = Replicas(net, count, parts, example, check_precision(settings.precision))
-        self.replicas.use_statistics(settings.statistics)
-        parameters = self.replicas.parameters(moving, norms_only=settings.update == "norm")
+        self._use_statistics()
+        parameters = {name: self.replicas.tensors[name] for name in select_parameters(net, settings.update)}
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         self._side = Concurrent(device)
@@ -85,7 +76,8 @@ class Learner:
 
     def is_finite(self) -> Tensor:
         """Return which replicas have only finite values, bool `(S,)`."""
-        sums = [piece.flatten(1).sum(1) for piece in self.pieces if piece.is_floating_point()]
+        numbers = [piece for piece in self.pieces if piece.is_floating_point()]
+        sums = [piece.flatten(1).sum(1) if piece.dim() > 1 else piece for piece in numbers]
         return torch.stack(sums).isfinite().all(0)
 
     @torch.no_grad()
@@ -95,7 +87,7 @@ class Learner:
         Their optimizer state is reset too; resetting some rows requires an optimizer that treats rows independently.
         """
         self._side.wait()
-        self.replicas.use_statistics(self.settings.statistics)  # an interrupt may have left BatchNorm in training mode
+        self._use_statistics()  # an interrupt may have left BatchNorm in training mode
         for piece, origin in zip(self.pieces, self.origin, strict=True):
             if rows is None:
                 piece.copy_(origin)
@@ -119,7 +111,7 @@ class Learner:
         The snapshot may come from another learner with as many replicas.
         """
         self._side.wait()
-        self.replicas.use_statistics(self.settings.statistics)  # an interrupt may have left BatchNorm in training mode
+        self._use_statistics()  # an interrupt may have left BatchNorm in training mode
         for piece, old in zip(self.pieces, snapshot.pieces, strict=True):
             put_rows(piece, old, rows)
         self.optimizer.restore(snapshot.memory, rows)
@@ -154,6 +146,9 @@ class Learner:
             tensor.copy_(state[name])
         self.recordings.clear()  # they refer to the old optimizer state
 
+    def _use_statistics(self) -> None:
+        self.replicas.use_statistics(self.settings.statistics or "running")
+
     def _named(self) -> dict[str, Tensor]:
         """Return the tensors of replicas and objective by name."""
         return self.replicas.tensors | {f"objective/{name}": tensor for name, tensor in self.objective.state.items()}
@@ -175,7 +170,3 @@ def _start(replicas: Replicas, side: Concurrent, function: Callable[..., Any], *
     if replicas.has_statistics:  # they change in every forward pass
         return Later(function(*arguments))
     return side.later(function, *arguments)
-
-
-def _tracks_statistics(module: nn.Module) -> bool:
-    return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())

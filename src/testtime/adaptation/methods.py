@@ -43,6 +43,11 @@ class Method:
     episodic: Mapping[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
 
+    @property
+    def needs_branch(self) -> bool:
+        """Whether it needs a self-supervised branch."""
+        return "branch" in self.needs or self.objective is SelfSupervision
+
     def make_settings(self, mode: Mode, given: Mapping[str, Any]) -> Settings:
         """Return the settings of the method in a mode; `given` overrides the method's."""
         own = {"steps": 1, **self.settings, **(self.episodic if mode == "episodic" else {})}

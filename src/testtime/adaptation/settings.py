@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
+from torch import nn
 
 from testtime.augment import Augment
 from testtime.networks.replicas import Statistics
 from testtime.precision import Precision, check_precision
 from testtime.tasks import Task
 
-Update = Literal["norm", "encoder", "encoder+ssl", "all"]
+UpdateName = Literal["norm", "encoder", "encoder+ssl", "all"]
+Update = UpdateName | tuple[str, ...] | Callable[[str, nn.Parameter], bool]
 Share = Literal["image", "batch"]
 
 
@@ -28,14 +31,19 @@ class Settings:
         copies: Augmented copies of the image per step.
         threshold: Adapt only if the confidence on the plain image is below this; 1 always adapts.
         update: Which parameters learn: "encoder+ssl" (as in the authors' code), "encoder" (as in the paper), "norm"
-            (affine parameters of the normalization layers in encoder and classifier) or "all" (encoder and classifier).
+            (affine parameters of the normalization layers in encoder and classifier) or "all" (encoder and classifier);
+            or a list of patterns of parameter names, e.g. `["encoder.layer4.*", "*.norm*.weight"]`; or a callable
+            `(name, parameter)` that returns whether it learns. Parameters without `requires_grad` never do.
         share: "image" updates on every image separately, "batch" on all images of a call together.
-        statistics: Statistics used by Batch Normalization: "running", updated with the views while learning; "source",
-            those of training; "batch", those of the current batch.
+        statistics: Statistics used by Batch Normalization: "source", those of training; "running", updated with the
+            views while learning, which degrades a stream of single images; "batch", those of the current batch. None:
+            "source" if every image is learned from separately, except that networks trained jointly by `train` use
+            "running", as in the paper; "running" if a batch shares its updates.
         optimizer: A `torch.optim` class, or a callable `(parameters, lr=lr)` that returns an optimizer.
         seed: Seed of the augmentations.
         guard: Undo an update if the loss on the image becomes non-finite or increases by more than this.
         precision: "fp32" is exact; "tf32" and "bf16" are faster on a GPU. Weights and updates are always float32.
+            None: "tf32" on CUDA, else "fp32".
         mirrored: Average the logits of the image and its mirror image.
         task: The self-supervised task; None: the network's.
         augment: The augmentation of the copies; None: the one the network was trained with.
@@ -47,11 +55,11 @@ class Settings:
     threshold: float = 1.0
     update: Update = "encoder+ssl"
     share: Share = "image"
-    statistics: Statistics = "running"
+    statistics: Statistics | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     seed: int = 0
     guard: float = 3.0
-    precision: Precision = "fp32"
+    precision: Precision | None = None
     mirrored: bool = False
     task: Task | None = None
     augment: Augment | None = None
@@ -68,16 +76,58 @@ class Settings:
         if not self.guard > 0:
             raise ValueError(f"`guard` must be positive (infinity allows any finite rise), got {self.guard}.")
         check_precision(self.precision)
-        for name, kind in (("update", Update), ("share", Share), ("statistics", Statistics)):
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"`{name}` must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}.")
+        if isinstance(self.update, list):
+            object.__setattr__(self, "update", tuple(self.update))
+        _check_update(self.update)
+        for name, kind in (("share", Share), ("statistics", Statistics)):
+            value = getattr(self, name)
+            if value not in get_args(kind) and not (name == "statistics" and value is None):
+                raise ValueError(f"`{name}` must be one of {', '.join(get_args(kind))}, got {value!r}.")
 
     def describe(self) -> dict[str, Any]:
         """Return the settings, JSON-serializable."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain["optimizer"] = getattr(self.optimizer, "__qualname__", repr(self.optimizer))
-        for name in ("task", "augment"):
+        for name in ("optimizer", "task", "augment", *(["update"] if callable(self.update) else [])):
             plain[name] = getattr(plain[name], "__qualname__", repr(plain[name]))
-        if self.statistics == "running":  # records of version 0.1 do not have it
+        if isinstance(self.update, tuple):
+            plain["update"] = list(self.update)
+        if self.statistics in (None, "running"):  # records of version 0.1 do not have it
             del plain["statistics"]
         return plain
+
+
+def _check_update(update: Any) -> None:
+    is_patterns = isinstance(update, tuple) and update and all(isinstance(one, str) and one for one in update)
+    if not (is_patterns or callable(update) or (isinstance(update, str) and update in get_args(UpdateName))):
+        raise ValueError(
+            f"`update` must be one of {', '.join(get_args(UpdateName))}, a list of patterns of parameter names, or a "
+            f"callable, got {update!r}."
+        )
+
+
+Kind = TypeVar("Kind", bound=type)
+
+
+def document_settings(steps: int) -> Callable[[Kind], Kind]:
+    """Return a decorator that replaces `**settings` in the signature and docstring of an adapter by the settings.
+
+    Args:
+        steps: The adapter's default of `steps`.
+    """
+
+    def document(kind: Kind) -> Kind:
+        signature = inspect.signature(kind.__init__)
+        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        defaults = {f.name: steps if f.default is MISSING else f.default for f in fields(Settings)}
+        more = [
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=defaults[f.name], annotation=f.type)
+            for f in fields(Settings)
+            if f.name not in signature.parameters
+        ]
+        kind.__init__.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        if kind.__doc__ and Settings.__doc__:  # python -OO removes them
+            listed = Settings.__doc__.partition("Attributes:\n")[2].rstrip()
+            kind.__doc__ = f'{kind.__doc__.rstrip()}\n\n    Settings (defaults of the method "ttt"):\n{listed}\n    '
+        return kind
+
+    return document

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -61,15 +62,25 @@ class Source:
         return Observation(*(torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True)))
 
     def _embed(self, chunks: tuple[Tensor, ...]) -> Tensor:
-        """Return the inputs of the classifier's last linear layer, `(N, D)`."""
-        layers = [m for m in self._replicas.parts["classifier"].modules() if isinstance(m, (Linear, nn.Linear))]
+        """Return the inputs of the linear layer that runs last, `(N, D)`; those of tokens are averaged."""
+        modules = [module for name in ("encoder", "classifier") for module in self._replicas.parts[name].modules()]
+        layers = [module for module in modules if isinstance(module, (Linear, nn.Linear))]
         if not layers:
-            raise ValueError("The classifier has no linear layer, whose inputs the correction needs.")
+            raise ValueError("The network has no linear layer, whose inputs the correction needs.")
         seen: list[Tensor] = []
-        with layers[-1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].flatten(0, -2))):
+        found: list[Tensor] = []
+
+        def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            seen.append(inputs[0])
+
+        with contextlib.ExitStack() as hooks:
+            for layer in layers:
+                hooks.enter_context(layer.register_forward_pre_hook(note))
             for chunk in chunks:
+                seen.clear()
                 self._replicas(chunk[None])
-        return torch.cat(seen)
+                found.append(seen[-1].reshape(len(chunk), -1, seen[-1].shape[-1]).mean(1))
+        return torch.cat(found)
 
 
 def _run_now(function: Callable[..., Any], *arguments: Any) -> Later[Any]:

@@ -52,7 +52,7 @@ class Stateful(nn.Module):
         self._lock = _Lock()
         with torch.inference_mode(False):
             # In a list, to hide it from nn.Module: train() and to() must not affect it.
-            self._networks = [copy.deepcopy(net).eval().requires_grad_(False)]
+            self._networks = [copy.deepcopy(net).eval()]
         self.device = next(self._networks[0].parameters()).device
         self.reset()
 

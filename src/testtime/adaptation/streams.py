@@ -15,10 +15,12 @@ from testtime.adaptation.methods import Method
 from testtime.adaptation.optimizers import has_rows, is_rowwise
 from testtime.adaptation.prediction import Prediction
 from testtime.adaptation.replica_store import ReplicaStore
+from testtime.adaptation.settings import document_settings
 from testtime.adaptation.state import check_state, read_counts
 from testtime.networks.ynet import YNet
 
 
+@document_settings(steps=1)
 class Streams(Adapter):
     """S independent online streams computed in parallel; each is equivalent to an `Online` adapter.
 
@@ -31,7 +33,7 @@ class Streams(Adapter):
         count: Number of streams, S.
         together: Maximum number of streams computed at once; by default as many as are efficient and fit in memory.
         method: A name from `METHODS`, or a custom `Method`.
-        **settings: Fields of `Settings`; they override the method's. `share` does not apply.
+        **settings: See below; they override the method's. `share` does not apply.
     """
 
     def __init__(

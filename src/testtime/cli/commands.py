@@ -13,6 +13,7 @@ from testtime.cli import (
     demo,
     diagnose,
     eval,
+    fit_branch,
     gradients,
     info,
     pack,
@@ -34,6 +35,7 @@ for command in (train.train, predict.predict, info.info):
     app.command()(command)
 app.command("eval", cls=eval.EvaluateCommand)(eval.evaluate)
 app.command()(tune.tune)
+app.command("fit-branch")(fit_branch.fit_branch)
 for command in (report.report, diagnose.diagnose, gradients.gradients, correlate.correlate, corrupt.corrupt, demo.demo):
     app.command()(command)
 app.command()(pack.pack)

@@ -13,12 +13,11 @@ from testtime.cli.console import (
     as_bad_arguments,
     echo,
     format_command,
-    load_network,
     pick_device,
     progress,
     report_skipped,
 )
-from testtime.cli.options import Checkpoint, DataRoot, Device, Json, OnBadImage
+from testtime.cli.options import Checkpoint, Classes, DataRoot, Device, Json, OnBadImage, Weights, open_network
 
 Data = Annotated[
     list[str], Option(help="A folder of images, or sets, e.g. digits-c/contrast/5 or digits-c/*/5. May be repeated.")
@@ -43,6 +42,8 @@ def diagnose(
     context: typer.Context,
     data: Data,
     checkpoint: Checkpoint = None,
+    weights: Weights = None,
+    classes: Classes = None,
     reference: ReferenceData = None,
     limit: Limit = 500,
     trial: TrialLength = 200,
@@ -78,7 +79,7 @@ def diagnose(
         from testtime.report import require
 
         require()
-    name, net = load_network(checkpoint, pick_device(device))
+    name, net = open_network(checkpoint, weights, classes, True, pick_device(device))
     settings: dict[str, Any] = {"steps": steps, "lr": lr, "threshold": threshold, "seed": seed}
     with as_bad_arguments(DataError):
         on_bad = "skip" if on_bad_image == "skip" else None

@@ -10,7 +10,7 @@ from typer import Option
 from typer.core import TyperCommand
 
 from testtime.cli.console import as_bad_arguments, echo, format_command, name_folder, pick_device, progress
-from testtime.cli.options import MACHINE, METHOD, DataRoot, Device, Limit, OnBadImage
+from testtime.cli.options import MACHINE, METHOD, MODELS, Classes, DataRoot, Device, Limit, OnBadImage, Weights
 
 _EACH = "; METHOD=VALUE for one method. May be repeated."
 
@@ -22,7 +22,14 @@ Out = Annotated[
     ),
 ]
 Joint = Annotated[
-    str | None, Option("--checkpoint", "-c", help="Jointly trained network: a file, or the name of a bundled one.")
+    str | None,
+    Option(
+        "--checkpoint",
+        "-c",
+        "--model",
+        "-m",
+        help=f"Jointly trained network: a file, or the name of a bundled one. Or a model: {MODELS}.",
+    ),
 ]
 Baseline = Annotated[
     str | None, Option(help="Network trained on classes only, for the method plain.", show_default=False)
@@ -31,7 +38,8 @@ Networks = Annotated[
     list[str] | None,
     Option(
         metavar="NAME=FILE",
-        help="A further network; FILE may contain {set}, {corruption}, {level}. May be repeated.",
+        help="A further network; FILE may contain {set}, {corruption}, {level}, or be a model, "
+        "e.g. timm:resnet50,weights=w.pth. May be repeated.",
         show_default=False,
     ),
 ]
@@ -45,8 +53,9 @@ Matrix = Annotated[
 Methods = Annotated[
     str | None,
     Option(
-        help="Any of plain, fixed, episodic, online, best, the name of a network, or the methods of the study.",
-        show_default="all that have networks, except best",
+        help="Any of plain, fixed, episodic, online, best, tent, cotta, lame, the name of a network, or the methods of "
+        "the study.",
+        show_default="plain, fixed, episodic, online, as far as they have networks",
     ),
 ]
 Levels = Annotated[str | None, Option(help="Severity levels of corrupted sets: 1-5, 5 or 1,3.", show_default="all")]
@@ -81,7 +90,7 @@ Precision = Annotated[
     list[str] | None,
     Option(
         help=f"Arithmetic precision: fp32, tf32 or bf16{_EACH}",
-        show_default="the study's, else fp32",
+        show_default="the study's, else tf32 on CUDA, fp32 elsewhere",
         rich_help_panel=METHOD,
     ),
 ]
@@ -119,6 +128,8 @@ def evaluate(
     context: typer.Context,
     out: Out = None,
     checkpoint: Joint = None,
+    weights: Weights = None,
+    classes: Classes = None,
     baseline: Baseline = None,
     network: Networks = None,
     data: Data = None,
@@ -156,13 +167,17 @@ def evaluate(
       testtime eval -c net.safetensors --matrix gradual --out runs/gradual
       testtime eval -c net.safetensors --matrix selection --out runs/selection
       testtime eval --network uda=uda/{set}.safetensors --data digits --out u
+      testtime eval -m timm:vit_tiny_patch16_224 --weights w.pth --data photos/
     """
     with as_bad_arguments():
         files = _parse_networks(network or [])
 
     from testtime import evaluation
     from testtime.data import DataError
+    from testtime.networks.sources import add_options
 
+    with as_bad_arguments():
+        checkpoint = add_options(checkpoint or "", weights, classes) or None
     picked = pick_device(device)
     out = out or name_folder("eval", context.params)
     networks: dict[str, Any] = {"checkpoint": checkpoint, "baseline": baseline, "networks": files}

@@ -1,17 +1,35 @@
-"""Options that several commands share."""
+"""Options that several commands share, and the network they name."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
+if TYPE_CHECKING:
+    from testtime.networks import YNet
+
 NETWORK, RECIPE, METHOD, MACHINE = "Network", "Recipe", "Method", "Machine"  # panels of the help
 
+MODELS = "timm:NAME, torchvision:NAME, transformers:FOLDER, or FILE.py:FUNCTION, which runs that file"
 Checkpoint = Annotated[
     str | None,
-    Option("--checkpoint", "-c", help="Network: a file, or the name of a bundled one.", show_default="bundled"),
+    Option(
+        "--checkpoint",
+        "-c",
+        "--model",
+        "-m",
+        help=f"Network: a file, the name of a bundled one, or a model: {MODELS}.",
+        show_default="bundled",
+    ),
+]
+Weights = Annotated[
+    Path | None,
+    Option(help="Weights of the model: a safetensors file, one of torch.save, or a network file.", show_default=False),
+]
+Classes = Annotated[
+    Path | None, Option(help="Class names of the model, a text file with one per line.", show_default=False)
 ]
 DataRoot = Annotated[
     Path | None,
@@ -33,3 +51,26 @@ OnBadImage = Annotated[
 Runs = Annotated[
     list[Path], Argument(metavar="RUN", help="Folders of runs, or their summary.json.", show_default=False)
 ]
+
+
+def open_network(
+    checkpoint: str | None, weights: Path | None, classes: Path | None, branch: bool, device: str
+) -> tuple[str, YNet]:
+    """Open the network of the options above; returns its name and the network.
+
+    Args:
+        checkpoint: `--checkpoint`, or None for a bundled network.
+        weights: `--weights`.
+        classes: `--classes`.
+        branch: Whether a model gets a self-supervised branch.
+        device: Where to put it.
+    """
+    from testtime.cli.console import as_bad_arguments, load_network
+    from testtime.networks import sources
+    from testtime.storage import FileError
+
+    with as_bad_arguments(FileError):
+        text = sources.add_options(checkpoint or "", weights, classes)
+        if sources.parse_source(text) is None:
+            return load_network(checkpoint, device)
+        return text, sources.open_network(text, branch).to(device)

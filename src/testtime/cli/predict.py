@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from testtime.cli.console import as_bad_arguments, echo, load_network, pick_device, progress
-from testtime.cli.options import METHOD, Checkpoint, Device, Json
+from testtime.cli.console import as_bad_arguments, echo, pick_device, progress
+from testtime.cli.options import METHOD, Checkpoint, Classes, Device, Json, Weights, open_network
 
 if TYPE_CHECKING:
     from testtime.data import DataError
@@ -47,6 +47,8 @@ Seed = Annotated[int, Option(help="Seed of the augmentations.", rich_help_panel=
 def predict(
     images: Images,
     checkpoint: Checkpoint = None,
+    weights: Weights = None,
+    classes: Classes = None,
     online: IsOnline = False,
     method: MethodName = None,
     steps: Steps = None,
@@ -69,6 +71,7 @@ def predict(
       testtime predict holiday/ --online --json
       testtime predict holiday/ --method best
       testtime predict *.png -c runs/photos/network.safetensors --steps 1
+      testtime predict *.png -m timm:resnet50 --weights w.pth --method tent
     """
     import torch
 
@@ -78,7 +81,8 @@ def predict(
 
     picked, online = pick_device(device), online or method is not None
     pictures = predict_files.find_pictures(images)
-    name, net = load_network(checkpoint, picked)
+    branch = METHODS[method or "ttt"].needs_branch
+    name, net = open_network(checkpoint, weights, classes, branch, picked)
     batched = method is not None and "batch" in METHODS[method].needs
     together = _TOGETHER if batched or (tuning(torch.device(picked)).waits and not online) else 1
     settings: dict[str, Any] = {"steps": steps, "lr": lr, "copies": copies, "threshold": threshold, "seed": seed}
@@ -90,7 +94,7 @@ def predict(
         unread.append(str(fault))
         echo(f"error: {fault}", err=True)
 
-    answers = predict_files.predict(adapter, net.card, pictures, together, skip)
+    answers = predict_files.predict(adapter, net.card, pictures, together, skip, net.channels)
     if as_json:
         found = []
         with progress("pictures") as report:

@@ -98,7 +98,12 @@ def was_seen(record: Mapping[str, Any], source: str, count: int) -> bool:
     target = _read(record, "target").get("name")
     if isinstance(target, str) and find_source(target) == source:
         return True
-    return find_training_data(record) == source and not is_integer(_read(record, "data").get("held_out"), count)
+    records = [record, record.get("branch")]  # of the network, and of its branch if that was trained apart
+    return any(
+        find_training_data(one) == source and not is_integer(_read(one, "data").get("held_out"), count)
+        for one in records
+        if isinstance(one, Mapping)
+    )
 
 
 def _read(record: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class BatchGradients:
         others, targets, shared = split_views(self.task, images)
         plain = self.net.encoder(self.net.normalise(images))
         features = join_features(plain, self.net.encoder(self.net.normalise(others)), shared)
-        answers = self.net.ssl(features)
+        answers = self.net.supervise(features)
         losses = self.task.loss(answers, targets.flatten()).view(targets.shape)
         logits = self.net.classifier(plain).float()
         probabilities = logits.detach().softmax(1)

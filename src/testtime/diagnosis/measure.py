@@ -4,6 +4,7 @@
 
     task        error and loss of the self-supervised task, compared to the training data (`Reference`), and the drift
                 of the loss along the stream
+    branch      whether it is trained at all, by the same task on the training data
     hints       whether the task is trivial or ill-defined, as the paper warns (section 3, video frames): blank margins,
                 borders that reveal the rotation, images without a canonical orientation
     agreement   whether the gradients of the two tasks on the encoder agree, with confident predictions as labels
@@ -241,7 +242,7 @@ def find_reference(
     Args:
         net: The network.
         name: A set or a folder like its training data; None takes the test images of the set named in the network's
-            card, if available, and otherwise the loss of the last epoch in the card's training record.
+            card, if available, and otherwise what the card's record says about the branch or its last epoch.
         root: Root folder of the data sets.
         limit: Maximum number of images.
 
@@ -255,21 +256,40 @@ def find_reference(
     if name is not None:
         return measure_reference(net, open_for(net, name, root), limit, name)
     record: Any = net.card.record  # from a file, not validated
-    trained_on = record
-    for key in ("configuration", "data", "name"):
-        trained_on = trained_on.get(key) if isinstance(trained_on, dict) else None
+    branch = _find(record, "branch")
+    trained_on = _find(record if branch is None else branch, "configuration", "data", "name")
     if isinstance(trained_on, str):
+        trained_on = trained_on.split("[", 1)[0]  # without the marks of a subset
         with contextlib.suppress(DataError, ValueError):  # not available here
             sized = net.card.size is not None and families.find(trained_on).sized
             options: dict[str, Any] = {"size": net.card.size} if sized else {}
             # Held-out images: the loss on training images would be too low.
             found = datasets.open(trained_on, root, **options)
             return measure_reference(net, found, limit, f"{trained_on}, test images")
+    return _read_reference(net, record)
+
+
+def _read_reference(net: YNet, record: Any) -> Reference | None:
+    """Return what a card's record says about the task; None if it says nothing."""
+    for key, images in (("held_out", "held-out"), ("training", "training")):
+        measured = [_find(record, "branch", key, name) for name in ("loss", "error")]
+        if all(isinstance(value, float) for value in measured):
+            return Reference(f"the card, {images} images of the branch", *measured)
     epochs = record.get("epochs")
-    loss = epochs[-1].get("task") if isinstance(epochs, list) and epochs and isinstance(epochs[-1], dict) else None
+    loss = _find(epochs[-1], "task") if isinstance(epochs, list) and epochs else None
     if isinstance(loss, float):
         return Reference("the card, augmented training images in the last epoch", loss)
+    if _find(record, "configuration", "recipe", "method") in ("plain", "alp"):
+        outputs = tasks.make(net.card.task).outputs
+        return Reference("the card: the training did not include the task", math.log(outputs), 1 - 1 / outputs)
     return None
+
+
+def _find(table: Any, *keys: str) -> Any:
+    """Return an entry of nested dictionaries, or None if there is none."""
+    for key in keys:
+        table = table.get(key) if isinstance(table, dict) else None
+    return table
 
 
 def measure_reference(net: YNet, test_set: TestSet, limit: int = LIMIT, source: str = "") -> Reference:

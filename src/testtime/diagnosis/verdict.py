@@ -15,7 +15,7 @@ from torch import Tensor
 from testtime.diagnosis.correlation import Agreement, to_plain
 from testtime.storage import printable
 
-Kind = Literal["helps", "hurts", "little to gain", "trivial", "ill-defined", "unclear"]
+Kind = Literal["helps", "hurts", "little to gain", "untrained", "trivial", "ill-defined", "unclear"]
 
 _SIDES = ("at the top", "on the left", "at the bottom", "on the right")
 _SIGMAS = 2.0  # half width of a 95% interval, in standard errors
@@ -115,7 +115,7 @@ class Verdict:
     """The conclusion of a diagnosis.
 
     Attributes:
-        kind: `helps`, `hurts`, `little to gain`, `trivial`, `ill-defined` or `unclear`.
+        kind: `helps`, `hurts`, `little to gain`, `untrained`, `trivial`, `ill-defined` or `unclear`.
         headline: The conclusion in a sentence.
         reasons: The evidence, one sentence each.
     """
@@ -177,6 +177,7 @@ def judge(found: Diagnosis, guessing: float) -> Verdict:
 
     The first rule that holds applies:
 
+        untrained       the task is at chance level on the network's own training data
         trivial         margins or the border reveal the rotation, unlike in the training data
         ill-defined     the task is at chance level, and the trial does not improve its loss on new images
         little to gain  the task is about as easy as on the training data
@@ -191,13 +192,33 @@ def judge(found: Diagnosis, guessing: float) -> Verdict:
         found: The diagnosis; its verdict is ignored.
         guessing: The task's loss at chance level.
     """
-    for rule in (_trivial, _ill_defined, _little, _hurts, _helps):
+    for rule in (_untrained, _trivial, _ill_defined, _little, _hurts, _helps):
         verdict = rule(found, guessing)
         if verdict is not None:
             return verdict
     reasons = [_format_agreement(found), _format_trial(found)]
     return Verdict(
         "unclear", "It is unclear whether adaptation helps: the evidence is not significant.", tuple(reasons)
+    )
+
+
+def _untrained(found: Diagnosis, guessing: float) -> Verdict | None:
+    known = found.reference
+    if known is None:
+        return None
+    if known.task_error is None:
+        is_lost, measured = known.task_loss >= _GUESSING * guessing, f"loss {known.task_loss:.2f} in rotation"
+    else:
+        is_lost, measured = known.task_error >= _LOST, f"{known.task_error:.1%} rotation error"
+    if not is_lost:
+        return None
+    return Verdict(
+        "untrained",
+        f"The branch is not trained: {measured} on its training data.",
+        (
+            f"Measured on: {printable(known.source)}; chance is 75%, a loss of {guessing:.2f}.",
+            "Train it, or train it longer; that needs no labels: testtime fit-branch, or tt.fit_branch.",
+        ),
     )
 
 

@@ -20,13 +20,14 @@ from testtime.checks import (
     format_value,
     is_flag,
     is_integer,
+    is_list_of,
     is_number,
     is_table,
     is_text,
 )
 from testtime.networks.card import Card
 from testtime.networks.ynet import YNet
-from testtime.precision import Precision
+from testtime.precision import Precision, choose_precision
 
 JOINT, BASELINE = "joint", "baseline"
 """The networks given by `--checkpoint` and `--baseline`."""
@@ -36,7 +37,7 @@ _SETTINGS: dict[str, Kind] = {
     "lr": ("a number", is_number),
     "copies": ("an integer", is_integer),
     "threshold": ("a number or a percentage", lambda value: is_number(value) or is_text(value)),
-    "update": ("a string", is_text),
+    "update": ("a string or a list of strings", lambda value: is_text(value) or is_list_of(is_text)(value)),
     "guard": ("a number", lambda value: is_number(value) or value == math.inf),
     "precision": ("a string", is_text),
     "mirrored": ("true or false", is_flag),
@@ -138,9 +139,24 @@ class MethodSpec:
             described = self.resolve(1.0).describe(net)
             described["settings"]["threshold"] = self.settings["threshold"]
             return described
-        settings = dict(self.settings) if self.mode == "fixed" else self.make(net, 0, 1).describe()
+        if self.mode == "fixed":
+            usual = choose_precision(next(net.parameters()).device)
+            # Records of version 0.1 do not have the default, which was fp32.
+            settings = dict(self.settings) if usual == "fp32" else {"precision": usual, **self.settings}
+        else:
+            settings = self.make(net, 0, 1).describe()
         settings.pop("seed", None)  # belongs to the unit
         return {"mode": self.mode, "network": self.network, "settings": settings}
+
+    @property
+    def needs_branch(self) -> bool:
+        """Whether the network must have a self-supervised branch."""
+        return self.mode != "fixed" and find_method(self.method).needs_branch
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether predictions depend on the other images of a call, so that streams cannot share calls."""
+        return "batch" in find_method(self.method).needs or self._settings().share == "batch"
 
     @property
     def copies(self) -> int:
@@ -202,17 +218,17 @@ def parse_fraction(text: str) -> float:
     return percent / 100
 
 
-BEST = "best"
-"""The default method that only runs when named explicitly."""
-
 DEFAULT_METHODS: dict[str, MethodSpec] = {
     "plain": MethodSpec("plain", "fixed", BASELINE),
     "fixed": MethodSpec("fixed", "fixed"),
     "episodic": MethodSpec("episodic", "episodic"),
     "online": MethodSpec("online", "online"),
-    BEST: MethodSpec(BEST, "online", method="best"),
+    **{name: MethodSpec(name, METHODS[name].mode, method=name) for name in METHODS if name != "ttt"},
 }
 """The methods that need no study, by name."""
+
+USUAL_METHODS = ("plain", "fixed", "episodic", "online")
+"""Those that run if none is named."""
 
 
 def read_method(name: str, about: Any) -> MethodSpec:

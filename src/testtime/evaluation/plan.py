@@ -18,7 +18,15 @@ from testtime.corruptions import SEVERITIES
 from testtime.data.families import is_folder
 from testtime.data.held_out import COUNTS, find_source
 from testtime.evaluation.descriptions import read_shift
-from testtime.evaluation.method_specs import BASELINE, BEST, DEFAULT_METHODS, JOINT, MethodSpec, override, read_method
+from testtime.evaluation.method_specs import (
+    BASELINE,
+    DEFAULT_METHODS,
+    JOINT,
+    USUAL_METHODS,
+    MethodSpec,
+    override,
+    read_method,
+)
 from testtime.evaluation.study import (
     FLAG,
     LIMIT,
@@ -53,8 +61,9 @@ class Plan:
     """The plan of a run.
 
     Attributes:
-        networks: A checkpoint file, or the name of a bundled network, by network name. `{set}`, `{corruption}` and
-            `{level}` in a file name are replaced for each test set, see `fill`.
+        networks: A checkpoint file, the name of a bundled network, or a model such as `timm:resnet50,weights=FILE`
+            (see networks/sources.py), by network name. `{set}`, `{corruption}` and `{level}` in a file name are
+            replaced for each test set, see `fill`.
         sets: The test sets.
         methods: The methods.
         seeds: Seeds of the augmentations and, if shuffled, of the order; everything is run once per seed.
@@ -112,6 +121,10 @@ class Plan:
         """Return a test set by name."""
         return next(one for one in self.sets if one.name == name)
 
+    def needs_branch(self, network: str) -> bool:
+        """Return whether a method needs the self-supervised branch of a network."""
+        return any(method.needs_branch for method in self.methods if method.network == network)
+
     def file(self, network: str, set_name: str) -> str:
         """Return the checkpoint file of a network for a test set."""
         return fill(self.networks[network], set_name)
@@ -164,13 +177,13 @@ def make_plan(
 
     Args:
         study: A TOML file, or the name of a bundled study.
-        checkpoint: The jointly trained network.
+        checkpoint: The jointly trained network, or a model, as for `Plan.networks`.
         baseline: The network trained on class labels only.
         networks: Other networks by name, as methods of the study refer to them; without a study each becomes a fixed
             method of that name. A file name may contain `{set}`, `{corruption}` and `{level}`.
         data: Test sets: names, patterns such as `cifar10-c/*/5`, or image folders.
-        methods: Names, as a list or separated by commas: `plain`, `fixed`, `episodic`, `online`, `best`, or those of
-            the study. `best` only runs when named.
+        methods: Names, as a list or separated by commas: `plain`, `fixed`, `episodic`, `online`, one of `METHODS`, or
+            those of the study. Those of `METHODS` only run when named.
         levels: Corruption levels, e.g. "1-5" or "1,3,5".
         corruptions: Names, as a list or separated by commas, or "all".
         original: Whether naming a whole corrupted set, e.g. `cifar10-c`, includes the uncorrupted set.
@@ -238,7 +251,8 @@ def _choose_methods(
         for name in DEFAULT_METHODS.keys() & files.keys():
             raise ValueError(f"A network cannot be called {name!r}: that is the name of a method.")
         known = DEFAULT_METHODS | {name: MethodSpec(name, "fixed", name) for name in files if name not in _OPTIONS}
-        usual = [name for name, method in known.items() if method.network in files and name != BEST] or ["fixed"]
+        named = DEFAULT_METHODS.keys() - set(USUAL_METHODS)
+        usual = [name for name, method in known.items() if method.network in files and name not in named] or ["fixed"]
     for name in networks:
         if all(method.network != name for method in known.values()):
             raise ValueError(f"No method uses the network {name!r}; available methods: {', '.join(known)}.")

@@ -90,12 +90,13 @@ def find_pictures(paths: Sequence[str | Path]) -> list[Path]:
     return found
 
 
-def load_image(card: Card, picture: str | Path) -> Tensor:
+def load_image(card: Card, picture: str | Path, channels: int | None = None) -> Tensor:
     """Load an image file for a network: centre-cropped, resized to its input size, grey if it takes one channel.
 
     Args:
         card: The network's card.
         picture: The file.
+        channels: The network's channels, 1 or 3; None: as in the card's architecture, else 3.
 
     Returns:
         uint8 `(C, size, size)`.
@@ -105,9 +106,9 @@ def load_image(card: Card, picture: str | Path) -> Tensor:
         DataError: The file is not an image, damaged or too large.
     """
     if card.size is None:
-        raise ValueError("The network's card has no image size; set it with net.describe(size=…).")
+        raise ValueError("The network's image size is unknown; set it with net.describe(size=…) or wrap(…, size=…).")
     image = fit_picture(picture, card.size, resize=card.size)
-    if card.architecture.get("channels", 3) == 1:
+    if (channels or card.architecture.get("channels", 3)) == 1:
         luma = (image * torch.tensor(_LUMA, dtype=torch.float32, device="cpu").view(3, 1, 1)).sum(0, keepdim=True)
         image = luma.round().clamp(0, 255).to(torch.uint8)
     return image
@@ -119,6 +120,7 @@ def predict(
     pictures: Sequence[Path],
     together: int = 1,
     skip: Callable[[DataError], None] | None = None,
+    channels: int | None = None,
 ) -> Iterator[Answer]:
     """Load image files, adapt to each and predict.
 
@@ -128,6 +130,7 @@ def predict(
         pictures: Image files, in order.
         together: Images per call of the adapter.
         skip: Called with the error of each unreadable image, which is skipped; None raises it.
+        channels: As for `load_image`.
 
     Yields:
         One answer per image, in order.
@@ -136,13 +139,15 @@ def predict(
         DataError: An image cannot be read and `skip` is None.
     """
     for start in range(0, len(pictures), together):
-        read = [(file, _try_to_fit(card, file, skip)) for file in pictures[start : start + together]]
+        read = [(file, _try_to_fit(card, file, skip, channels)) for file in pictures[start : start + together]]
         shown = [(file, image) for file, image in read if image is not None]
         if not shown:
             continue
         prediction = adapter.predict(torch.stack([image for _, image in shown]))
         before, after = prediction.logits_before.softmax(-1).cpu(), prediction.logits.softmax(-1).cpu()
         names = card.classes or tuple(str(number) for number in range(after.shape[1]))
+        if len(names) != after.shape[1]:
+            raise ValueError(f"The network has {after.shape[1]} classes, its card names {len(names)}.")
         for row, (file, _) in enumerate(shown):
             old, new = int(before[row].argmax()), int(after[row].argmax())
             yield Answer(
@@ -160,9 +165,11 @@ def predict(
             )
 
 
-def _try_to_fit(card: Card, picture: Path, skip: Callable[[DataError], None] | None) -> Tensor | None:
+def _try_to_fit(
+    card: Card, picture: Path, skip: Callable[[DataError], None] | None, channels: int | None
+) -> Tensor | None:
     try:
-        return load_image(card, picture)
+        return load_image(card, picture, channels)
     except DataError as fault:
         if skip is None:
             raise

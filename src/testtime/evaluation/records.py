@@ -1,4 +1,4 @@
-"""Evaluation of an adapter on a test set: one record per image.
+"""Evaluation of an adapter on a test set or a data loader: one record per image.
 
 `evaluate` is a generator, so a stream can be monitored, plotted or stopped while it runs. Metrics are functions of the
 records:
@@ -14,7 +14,7 @@ Labels are only read here: an adapter sees the images and their sample indices.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ class Flips(NamedTuple):
 
 def evaluate(
     adapter: Adapter,
-    test_set: TestSet,
+    test_set: TestSet | Iterable[Any],
     *,
     batch: int = 32,
     shuffle: bool = False,
@@ -111,9 +111,12 @@ def evaluate(
 
     Args:
         adapter: `Fixed`, `Episodic` or `Online`.
-        test_set: The images, with or without labels.
+        test_set: The images, with or without labels: a set of `testtime.data`, or any iterable of batches, e.g. a
+            `DataLoader`: images `(N, C, H, W)`, uint8 or floats in [0, 1], or pairs of images and labels `(N,)`, which
+            may be None. Samples of an iterable are numbered from 0 in its order.
         batch: Images per call of the adapter. It only affects the results if they share an update (`share="batch"`).
-        shuffle: Whether to shuffle the images, as the paper does online.
+            An iterable has its own batches.
+        shuffle: Whether to shuffle the images, as the paper does online; not supported for an iterable.
         seed: Seed of the shuffled order.
         limit: Maximum number of images.
         progress: Called with the images done, their total, and the error so far.
@@ -122,13 +125,16 @@ def evaluate(
         A `Record` per image.
 
     Raises:
+        TypeError: `test_set` is neither a set nor an iterable of batches.
         ValueError: An argument is out of range, or `shuffle` is set for a test set with a fixed order. Raised when
-            `evaluate` is called, not on the first iteration.
+            `evaluate` is called, not on the first iteration. While iterating: a batch is malformed.
     """
     if batch < 1:
         raise ValueError(f"`batch` must be at least 1, got {batch}.")
     if limit is not None and limit < 0:
         raise ValueError(f"`limit` must be at least 0, got {limit}.")
+    if not isinstance(test_set, TestSet):
+        return _walk_batches(adapter, _check_iterable(test_set, shuffle), limit, progress)
     if shuffle and test_set.ordered:
         raise ValueError(f"{test_set.name} has a fixed order and cannot be shuffled.")
     order = stream_order(len(test_set), seed) if shuffle else torch.arange(len(test_set), device="cpu")
@@ -144,6 +150,79 @@ def _walk(
         done, wrong = done + len(columns["sample"]), wrong + count_wrong(columns)
         if progress is not None:
             progress(done, len(order), "" if test_set.labels is None else f"error {wrong / done:.1%}")
+
+
+def _check_iterable(batches: Any, shuffle: bool) -> Iterable[Any]:
+    if isinstance(batches, (Tensor, str, bytes, dict)) or not isinstance(batches, Iterable):
+        hint = "; for one batch pass [(images, labels)]" if isinstance(batches, Tensor) else ""
+        raise TypeError(
+            "`test_set` must be a set of testtime.data or an iterable of batches, (images, labels), got "
+            f"{type(batches).__name__}{hint}."
+        )
+    if shuffle:
+        raise ValueError("`shuffle` is not supported for an iterable of batches: shuffle its own order.")
+    return batches
+
+
+def _walk_batches(
+    adapter: Adapter, batches: Iterable[Any], limit: int | None, progress: Progress | None
+) -> Iterator[Record]:
+    count, wrong = 0, 0
+    size = getattr(getattr(batches, "dataset", None), "__len__", lambda: 0)()
+    for number, batch in enumerate(batches):
+        left = None if limit is None else limit - count
+        if left == 0:
+            return
+        images, labels = _read_batch(number, batch)
+        images, labels = images[:left], None if labels is None else labels[:left]
+        numbers = torch.arange(count, count + len(images), device="cpu")
+        try:
+            answers = adapter.predict(images, samples=numbers)
+        except ValueError as error:
+            raise ValueError(f"Batch {number}: {error}") from None
+        columns = _score_batch(number, numbers, answers, labels)
+        yield from read_records(columns)
+        count, wrong = count + len(images), wrong + count_wrong(columns)
+        if progress is not None and count:
+            total = max(count, min(size, limit) if limit is not None and size else size)
+            progress(count, total, "" if labels is None else f"error {wrong / count:.1%}")
+
+
+def _read_batch(number: int, batch: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the images and labels of a batch.
+
+    Raises:
+        ValueError: It is malformed; the message contains its number.
+    """
+    images, labels = batch, None
+    if isinstance(batch, (tuple, list)) and 1 <= len(batch) <= 2:
+        images, labels = (*batch, None)[:2]
+    if not isinstance(images, Tensor) or images.dim() != 4:
+        found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        hint = "; pass a DataLoader of a dataset" if isinstance(images, Tensor) and images.dim() == 3 else ""
+        raise ValueError(f"Batch {number}: images must be a tensor (N, C, H, W), got {found}{hint}.")
+    if labels is None:
+        return images, None
+    try:
+        labels = labels.cpu() if isinstance(labels, Tensor) else torch.from_numpy(np.asarray(labels))
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"Batch {number}: labels must be integers, got {type(labels).__name__}.") from None
+    if labels.shape != (len(images),) or labels.dtype.is_floating_point or labels.dtype.is_complex:
+        shape = tuple(labels.shape)
+        raise ValueError(f"Batch {number}: labels must be {len(images)} integers, got {labels.dtype} {shape}.")
+    return images, labels.long()
+
+
+def _score_batch(number: int, numbers: Tensor, answers: Prediction, labels: Tensor | None) -> Columns:
+    """Score predictions of a batch with labels `(N,)`, or without; returns records as columns."""
+    after, before = answers.logits.argmax(1).cpu(), answers.logits_before.argmax(1).cpu()
+    if labels is None:
+        return _make_columns(numbers, None, after, before, answers)
+    outside = labels[(labels < 0) | (labels >= answers.logits.shape[1])]
+    if len(outside):
+        classes = answers.logits.shape[1]
+        raise ValueError(f"Batch {number}: labels must be from 0 to {classes - 1}, got {int(outside[0])}.")
+    return _make_columns(numbers, (labels, after == labels, before == labels), after, before, answers)
 
 
 def walk(adapter: Adapter, test_set: TestSet, chunks: Iterable[Chunk]) -> Iterator[Columns]:
@@ -165,10 +244,17 @@ def score(test_set: TestSet, numbers: Tensor, answers: Prediction) -> Columns:
     """Score an adapter's predictions for the samples with the given indices; returns records as columns."""
     after = test_set.scores(answers.logits).argmax(1).cpu()
     before = test_set.scores(answers.logits_before).argmax(1).cpu()
-    label, is_right, was_right = torch.full_like(numbers, -1), torch.zeros_like(numbers), torch.zeros_like(numbers)
-    if test_set.labels is not None:
-        label = test_set.labels[numbers]
-        is_right, was_right = test_set.is_correct(after, numbers), test_set.is_correct(before, numbers)
+    if test_set.labels is None:
+        return _make_columns(numbers, None, after, before, answers)
+    verdicts = test_set.is_correct(after, numbers), test_set.is_correct(before, numbers)
+    return _make_columns(numbers, (test_set.labels[numbers], *verdicts), after, before, answers)
+
+
+def _make_columns(
+    numbers: Tensor, known: tuple[Tensor, Tensor, Tensor] | None, after: Tensor, before: Tensor, answers: Prediction
+) -> Columns:
+    """Return records as columns; `known` are labels and which predictions are right, after and before."""
+    label, is_right, was_right = known or (torch.full_like(numbers, -1), *[torch.zeros_like(numbers)] * 2)
     values = (numbers, label, after, before, is_right, was_right, answers.loss_before, answers.loss_after)
     values += (answers.confidence, answers.adapted, answers.rolled_back)
     return {name: value.cpu().numpy().astype(kind) for (name, kind), value in zip(COLUMNS.items(), values, strict=True)}

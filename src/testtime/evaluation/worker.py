@@ -30,7 +30,7 @@ from testtime.evaluation.records import Columns, count_wrong, score, stream_orde
 from testtime.evaluation.stream_checkpoints import StreamCheckpoint
 from testtime.evaluation.units import Unit
 from testtime.networks.card import Card, CheckpointError
-from testtime.networks.checkpoint import load
+from testtime.networks.sources import open_network
 from testtime.networks.ynet import YNet
 from testtime.progress import Progress, read_ahead
 
@@ -93,11 +93,12 @@ class Worker:
 
         Raises:
             CheckpointError: Its file is missing, damaged, or has changed since it was first opened.
+            FileError: A file of a model is, see `open_network`.
         """
         file = self.plan.file(name, set_name)
         held, net = self._held.get(name, (None, None))
         if net is None or held != file:
-            net = load(file).to(self.device)
+            net = open_network(file, self.plan.needs_branch(name)).to(self.device)
             if self.fingerprints.setdefault(file, net.fingerprint()) != net.fingerprint():
                 raise CheckpointError(file, "was replaced by another network during the run")
             self._held[name] = file, net
@@ -269,6 +270,8 @@ class Worker:
         """
         self._adapter = None  # free its memory
         method, seed = self.plan.method(units[0].method), units[0].seed
+        if method.needs_batch:
+            return [self.run_unit(unit, advance=advance) for unit in units]
         sets = [self.open(unit.set_name) for unit in units]
         orders = torch.stack([self.order(test_set, seed) for test_set in sets])  # (S, N)
         streams = method.make_streams(self.net(method.network, units[0].set_name), seed, len(units))

@@ -350,6 +350,23 @@ def has_filters_innermost(stacked: Tensor) -> bool:
     return stacked.device.type == "cuda" and stacked.dim() == 5 and enabled()
 
 
+def accelerates(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm) -> bool:
+    """Whether kernels compute a convolution of one replica, with a filter `(O, I, k, k)`, faster than torch."""
+    stacked = weight[None]
+    if x.device.type == "cuda":  # whatever the precision, which may not be set yet
+        return max(weight.shape[:2]) <= _CUDA_CHANNELS and _is_3x3(stacked, bias, form) and enabled()
+    fits = _winograd_fits(x, stacked, bias, form) or _strided_fits(x, stacked, bias, form)
+    return fits and enabled() and _has_compiler()
+
+
+def prefers_channels_last(device: torch.device, groups: int) -> bool:
+    """Whether torch computes a convolution with this many groups faster on images with channels last.
+
+    On a CPU it takes about 0.7 of the time with groups, and up to 1.3 of it for wide filters without.
+    """
+    return device.type == "cpu" and groups > 1
+
+
 def trains_faster(device: torch.device, channels: int, in_float32: bool) -> bool:
     """Whether a network of at most `channels` channels trains faster as a single replica than in plain torch."""
     if device.type == "cuda":

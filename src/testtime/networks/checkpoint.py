@@ -121,7 +121,7 @@ def _build(card: Card, tensors: dict[str, Tensor]) -> YNet:
     plan = build(card, "meta")
     compare_tensors(tensors, plan.state_dict())
     with torch.inference_mode(False):
-        for part in (plan.encoder, plan.classifier, plan.ssl):
+        for part in plan.children():
             part.to_empty(device="cpu")
     return YNet(plan.encoder, plan.classifier, plan.ssl, plan.card)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -17,17 +18,21 @@ class PackedParameters:
         parameters: Parameters by name, `(S, ...)` each; their data becomes a view of `numbers`.
         count: Number of replicas, S.
         device: The device of `numbers` if there are no parameters.
+        stacked: Names of the parameters of stacked layers, whose filters may be stored as the kernels read them.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], count: int, device: torch.device) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], count: int, device: torch.device, stacked: Collection[str]
+    ) -> None:
         self.count, self._device = count, device
         # Lengths that are no multiple of 4 last, since cuDNN needs filters aligned to 16 bytes.
         self.parameters = dict(sorted(parameters.items(), key=lambda item: item[1][0].numel() % 4 != 0))
-        self._innermost = {name for name, tensor in parameters.items() if kernels.has_filters_innermost(tensor)}
+        self._innermost = {name for name in stacked if kernels.has_filters_innermost(parameters[name])}
         self.numbers = self.pack(self.parameters)
         for name, stored in self.unpack(self.numbers).items():
             self.parameters[name].data = stored
         self._buffer = kernels.take_over("gradient_buffer", self.numbers)
+        self._gradient: Tensor | None = None
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Pack tensors with the names and shapes of the parameters into one tensor `(S, P)`; P is padded."""
@@ -40,12 +45,10 @@ class PackedParameters:
     def gradient(self, loss: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """Return the loss that a function computes and its gradient for all parameters, packed as by `pack`.
 
-        The gradient of a parameter that the loss does not depend on is zero.
+        The gradient of a parameter that the loss does not depend on is zero. It is valid until the next call.
         """
         if self._buffer is None:
-            value = loss()
-            gradients = torch.autograd.grad(value, list(self.parameters.values()), materialize_grads=True)
-            return value.detach(), self.pack(dict(zip(self.parameters, gradients, strict=True)))
+            return self._collect(loss)
         with self._buffer as buffer:
             value = loss()
             buffer.begin()
@@ -55,6 +58,31 @@ class PackedParameters:
             if gradient is not None:
                 view += gradient
         return value.detach(), result
+
+    def _collect(self, loss: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """Copy each gradient as soon as it is computed, so that it need not be stored twice."""
+        value = loss()
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(self.numbers)
+        missing = self.unpack(self._gradient)
+
+        def store(name: str, parameter: Tensor) -> None:
+            missing.pop(name).copy_(parameter.grad)  # type: ignore[arg-type]  # not None in this hook
+            parameter.grad = None
+
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(store, name))
+            for name, parameter in self.parameters.items()
+        ]
+        try:
+            torch.autograd.backward(value, inputs=list(self.parameters.values()))
+        finally:
+            for hook, parameter in zip(hooks, self.parameters.values(), strict=True):
+                hook.remove()
+                parameter.grad = None  # after an interrupt
+        for view in missing.values():
+            view.zero_()
+        return value.detach(), self._gradient
 
     def unpack(self, numbers: Tensor) -> dict[str, Tensor]:
         """Return views of a packed tensor `(S, P)`, with the names and shapes of the parameters.

@@ -6,7 +6,8 @@ row s of every tensor belongs to replica s.
 
 Internally the batches are concatenated, `(S·B, C, H, W)`, and run through the network's own code, in which layers with
 parameters are replaced by ones that apply another set of parameters to every B images (stacked.py). A part with
-parameters outside of these layers runs in `torch.func.vmap` instead. Which form is right is tested on an example.
+parameters outside of these layers runs in `torch.func.vmap` instead. Which form is right is tested on an example. A
+single replica is called directly, with its own layers, unless there are kernels for the stacked ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from testtime import kernels
 from testtime.networks.packed import PackedParameters
-from testtime.networks.stacked import NORMS, BatchNorm, Stacking, find_unknown_layer, stack_layers
+from testtime.networks.stacked import NORMS, BatchNorm, Stacking, find_unknown_layer, is_accelerated, stack_layers
 from testtime.networks.ynet import YNet
 from testtime.precision import arithmetic
 
@@ -58,13 +59,16 @@ class Replicas:
             raise ValueError(f"`count` must be at least 1, got {count}.")
         self._given = net, count, parts, example, dtype
         self.count, self.dtype = count, dtype
-        self._normalise = copy.deepcopy(net).normalise
         self._mean, self._std = net.mean.clone(), net.std.clone()
         self._known = type(net).normalise is YNet.normalise
-        self.parts: dict[Part, _Stacked | _Mapped | _Plain] = {}
+        self._normalise = (_copy_normalisation(net) if self._known else copy.deepcopy(net)).normalise
+        self.parts: dict[Part, _Stacked | _Direct | _Mapped | _Plain] = {}
         inputs = None if example is None else net.normalise(example)
         for name in PARTS:
-            module = copy.deepcopy(getattr(net, name)).eval().requires_grad_(False)
+            own = getattr(net, name)
+            if own is None:  # no self-supervised branch
+                continue
+            module = copy.deepcopy(own).eval().requires_grad_(False)
             given = inputs
             if name == "encoder" and given is not None:
                 with torch.no_grad():
@@ -72,7 +76,7 @@ class Replicas:
             if name in parts:
                 self.parts[name] = _replicate(module, count, given, name)
             else:
-                self.parts[name] = _share(module, given, dtype)
+                self.parts[name] = _share(module, count, given, dtype)
         modules = [module for part in self.parts.values() for module in part.modules()]
         self._batch_norms = [m for m in modules if isinstance(m, (BatchNorm, nn.modules.batchnorm._BatchNorm))]
         self.tensors: dict[str, Tensor] = {}
@@ -81,7 +85,9 @@ class Replicas:
             for key, tensor in [*inner.named_parameters(), *inner.named_buffers()]:
                 self.tensors[f"{name}.{key}"] = tensor
         parameters = {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
-        self.packed = PackedParameters(parameters, count, self._mean.device)
+        stacked = tuple(f"{name}." for name, part in self.parts.items() if isinstance(part, _Stacked))
+        innermost = {name for name in parameters if name.startswith(stacked)}
+        self.packed = PackedParameters(parameters, count, self._mean.device, innermost)
         buffers = [tensor for tensor in self.tensors.values() if not isinstance(tensor, nn.Parameter)]
         self.pieces = [self.packed.numbers, *buffers]
         """Everything that can change, `(S, ...)` each."""
@@ -105,7 +111,13 @@ class Replicas:
         return self.parts["classifier"](features)
 
     def supervise(self, features: Tensor) -> Tensor:
-        """Return the task's outputs `(S, B, outputs)` of features `(S, B, ...)`."""
+        """Return the task's outputs `(S, B, outputs)` of features `(S, B, ...)`.
+
+        Raises:
+            ValueError: The network has no self-supervised branch.
+        """
+        if "ssl" not in self.parts:
+            raise ValueError("The network has no self-supervised branch.")
         return self.parts["ssl"](features)
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -124,7 +136,7 @@ class Replicas:
                 running ones; "source": always the running ones, unchanged; "batch": always those of the batch.
         """
         self._statistics: Statistics = statistics
-        self.has_statistics = statistics == "running" and len(self.pieces) > 1
+        self.has_statistics = statistics == "running" and bool(self._batch_norms)
         for module in self._batch_norms:
             module.training = statistics == "batch"
             module.track_running_stats = statistics != "batch"
@@ -171,9 +183,10 @@ class Replicas:
 
     @torch.no_grad()
     def write(self, index: int, state: Mapping[str, Tensor]) -> None:
-        """Set one replica to the tensors of a network."""
+        """Set one replica to the tensors of a network; buffers that are not among them stay unchanged."""
         for name, tensor in self.tensors.items():
-            tensor[index] = state[name]
+            if name in state or isinstance(tensor, nn.Parameter):  # non-persistent buffers are in no state
+                tensor[index] = state[name]
 
 
 def put_rows(piece: Tensor, old: Tensor, rows: Tensor) -> None:
@@ -182,14 +195,23 @@ def put_rows(piece: Tensor, old: Tensor, rows: Tensor) -> None:
         piece.copy_(torch.where(rows.view(-1, *[1] * (piece.dim() - 1)), old, piece))
 
 
+def _copy_normalisation(net: YNet) -> YNet:
+    """Return a network without layers that normalises as another one does."""
+    made = YNet(nn.Identity(), nn.Identity(), nn.Identity(), net.card)
+    made.mean, made.std = net.mean.clone(), net.std.clone()
+    return made
+
+
 class _Plain(nn.Module):
-    """A shared part that cannot process concatenated batches and runs once per replica."""
+    """A shared part that runs once per replica."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.inner = module.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            return self.inner(x.squeeze(0)).unsqueeze(0)
         return torch.stack([self.inner(batch.contiguous()) for batch in x])
 
 
@@ -209,22 +231,99 @@ def _join(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
+class _Direct(nn.Module):
+    """A part of a single replica, called directly: its layers get the only row of the stacked tensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = _stack_tensors(module, 1)
+        self._parameters_of: list[tuple[dict[str, Any], str, Tensor, bool]] = []
+        self._buffers_of: list[tuple[dict[str, Any], str, Tensor]] = []
+        for layer in module.modules():
+            casts = not isinstance(layer, nn.modules.batchnorm._BatchNorm)  # which always computes in float32
+            given = ((name, tensor) for name, tensor in layer._parameters.items() if tensor is not None)
+            self._parameters_of += [(layer._parameters, name, tensor, casts) for name, tensor in given]
+            held = ((name, tensor) for name, tensor in layer._buffers.items() if tensor is not None)
+            self._buffers_of += [(layer._buffers, name, tensor) for name, tensor in held]
+            if isinstance(layer, nn.GroupNorm):
+                layer.register_forward_pre_hook(_make_contiguous)
+        convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
+        self._channels_last = any(
+            kernels.prefers_channels_last(layer.weight.device, layer.groups) for layer in convolutions
+        )
+        self._caching = _find_caching(module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = x.squeeze(0)  # (1, B, ...) → (B, ...)
+        if self._channels_last and batch.dim() == 4:
+            batch = batch.contiguous(memory_format=torch.channels_last)
+        _clear_caches(self._caching)
+        with self._rows(x.dtype):
+            return self.inner(batch).unsqueeze(0)
+
+    @contextlib.contextmanager
+    def _rows(self, dtype: torch.dtype) -> Iterator[None]:
+        """Give the layers rows that are views of the stacked tensors, so that they can also be changed in place."""
+        rows = [(tensors, name, stacked, stacked.squeeze(0)) for tensors, name, stacked in self._buffers_of]
+        try:
+            for tensors, name, stacked, casts in self._parameters_of:
+                row = stacked.squeeze(0)
+                tensors[name] = row.to(dtype) if casts else row
+            for tensors, name, _, row in rows:
+                tensors[name] = row
+            yield
+            for tensors, name, _, row in rows:
+                if tensors[name] is not row:  # assigned by the module
+                    row.copy_(tensors[name])
+        finally:
+            for tensors, name, stacked, _ in [*self._parameters_of, *rows]:
+                tensors[name] = stacked
+
+
+def _make_contiguous(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """With channels last, torch crashes in the backward pass of a GroupNorm whose input needs no gradient."""
+    return None if inputs[0].requires_grad else (inputs[0].contiguous(), *inputs[1:])
+
+
+def _stack_tensors(module: nn.Module, count: int) -> nn.Module:
+    """Stack all parameters and buffers of a module, in place."""
+    stack = Stacking(count)
+    for layer in module.modules():
+        for tensors in (layer._parameters, layer._buffers):
+            for name, tensor in tensors.items():
+                tensors[name] = stack(tensor)
+    return module
+
+
+def _find_caching(module: nn.Module) -> list[nn.Module]:
+    """Return the layers with a `train` of their own: some cache functions of their parameters in evaluation mode."""
+    return [layer for layer in module.modules() if getattr(type(layer), "train", None) is not nn.Module.train]
+
+
+def _clear_caches(layers: list[nn.Module]) -> None:
+    """Switch layers to training mode and back, upon which they drop what they cached."""
+    for layer in layers:
+        modes = [(part, part.training) for part in layer.modules()]
+        layer.train(True)
+        layer.train(False)
+        for part, training in modes:
+            part.training = training
+
+
 class _Mapped(nn.Module):
     """A part whose replicas run in `torch.func.vmap`."""
 
     def __init__(self, module: nn.Module, count: int) -> None:
         super().__init__()
         self.template = [module]  # in a list, to hide it from nn.Module: its tensors are placeholders
-        self.inner = copy.deepcopy(module)
-        stack = Stacking(count)
-        for owner in self.inner.modules():
-            for tensors in (owner._parameters, owner._buffers):
-                for name, tensor in tensors.items():
-                    tensors[name] = stack(tensor)
+        self.inner = _stack_tensors(copy.deepcopy(module), count)
+        self._caching = _find_caching(module)
 
     def forward(self, x: Tensor) -> Tensor:
         for own, inner in zip(self.template[0].modules(), self.inner.modules(), strict=True):
             own.training = inner.training
+            if isinstance(own, nn.modules.batchnorm._BatchNorm):
+                own.track_running_stats = inner.track_running_stats
         state = dict(self.inner.named_buffers())
         for owner, module in self.inner.named_modules():
             is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # always computes in float32
@@ -234,6 +333,7 @@ class _Mapped(nn.Module):
         def one(tensors: dict[str, Tensor], batch: Tensor) -> Tensor:
             return functional_call(self.template[0], tensors, batch)
 
+        _clear_caches(self._caching)
         with plain_attention():
             return vmap(one, randomness="different")(state, x.contiguous())
 
@@ -250,18 +350,24 @@ def plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _share(module: nn.Module, inputs: Tensor | None, dtype: torch.dtype) -> _Stacked | _Plain:
+def _share(module: nn.Module, count: int, inputs: Tensor | None, dtype: torch.dtype) -> _Stacked | _Plain:
     """Return a part that all replicas share."""
-    unfit = find_unknown_layer(module) or (inputs is not None and _find_difference(module, inputs, count=1))
-    return _Plain(module, dtype) if unfit else _Stacked(module, 1)
+    plain = count == 1 and not is_accelerated(module, inputs)
+    if plain or find_unknown_layer(module) or (inputs is not None and _find_difference(module, inputs, count=1)):
+        return _Plain(module, dtype)
+    return _Stacked(module, 1)
 
 
-def _replicate(module: nn.Module, count: int, inputs: Tensor | None, name: str) -> _Stacked | _Mapped:
+def _replicate(module: nn.Module, count: int, inputs: Tensor | None, name: str) -> _Stacked | _Direct | _Mapped:
+    if count == 1 and not is_accelerated(module, inputs):
+        return _Direct(module)
     reason = find_unknown_layer(module)
     if reason is None and inputs is not None:
         reason = _find_difference(module, inputs, count=2)
     if reason is None:
         return _Stacked(module, count)
+    if count == 1:
+        return _Direct(module)
     log.info("replicas of the %s go through vmap: %s", name, reason)
     return _Mapped(module, count)
 

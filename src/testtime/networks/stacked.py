@@ -44,9 +44,7 @@ class _Conv2d(nn.Module):
     def __init__(self, layer: nn.Conv2d, stack: Stacking) -> None:
         super().__init__()
         self.weight, self.bias = stack(layer.weight), stack(layer.bias)  # (S, outputs, inputs / groups, k, k)
-        stride, dilation = (_pair(value) for value in (layer.stride, layer.dilation))
-        padding = layer.padding if isinstance(layer.padding, str) else _pair(layer.padding)
-        self.form = ConvolutionForm(stride, padding, dilation, layer.groups)
+        self.form = _read_form(layer)
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         y = kernels.take_over("convolve", x, self.weight, self.bias, self.form, shortcut)
@@ -217,6 +215,12 @@ class _Blocks(nn.Sequential):
         return chain(x, layers)
 
 
+def _read_form(layer: nn.Conv2d) -> ConvolutionForm:
+    stride, dilation = (_pair(value) for value in (layer.stride, layer.dilation))
+    padding = layer.padding if isinstance(layer.padding, str) else _pair(layer.padding)
+    return ConvolutionForm(stride, padding, dilation, layer.groups)
+
+
 def _pair(value: Any) -> tuple[int, int]:
     first, second = value
     return first, second
@@ -252,6 +256,10 @@ _STACKED: dict[type[nn.Module], Callable[..., nn.Module]] = {
 }
 
 
+_OWN = (GroupNormReLU, BatchNormReLU, AddingConv2d, PreActivationBlock, ZeroPadShortcut)
+_LEAST_SHARE = 0.2  # of the multiplications: with less, stacked layers cost what the kernels gain
+
+
 NORMS = (_GroupNorm, BatchNorm, _LayerNorm, nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
 """Normalisation layers, stacked or not."""
 
@@ -273,6 +281,47 @@ def find_unknown_layer(module: nn.Module) -> str | None:
         if isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) != 1:
             return f"{name} normalises over several axes"
     return None
+
+
+def is_accelerated(module: nn.Module, inputs: Tensor | None) -> bool:
+    """Return whether kernels make a single replica of a module faster than the module itself.
+
+    They were written for the layers of this package; in other models it depends on how much they can compute.
+
+    Args:
+        module: The module.
+        inputs: An example of its inputs `(N, ...)`, if there is one.
+    """
+    if any(isinstance(layer, _OWN) for layer in module.modules()):
+        return True
+    return inputs is not None and _measure_share(module, inputs) >= _LEAST_SHARE
+
+
+@torch.no_grad()
+def _measure_share(module: nn.Module, inputs: Tensor) -> float:
+    """Return the share of a module's multiplications that are convolutions for which there is a kernel."""
+    fast, total = 0, 0
+
+    def count(layer: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal fast, total
+        assert isinstance(layer, (nn.Conv2d, nn.Linear))
+        number = output.numel() * layer.weight[0].numel()
+        total += number
+        if (
+            given
+            and isinstance(layer, nn.Conv2d)
+            and kernels.accelerates(given[0], layer.weight, layer.bias, _read_form(layer))
+        ):
+            fast += number
+
+    layers = [layer for layer in module.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
+    hooks = [layer.register_forward_hook(count) for layer in layers]
+    try:
+        module(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return fast / max(total, 1)
 
 
 def stack_layers(module: nn.Module, stack: Stacking) -> nn.Module:

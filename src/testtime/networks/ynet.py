@@ -21,19 +21,22 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from testtime.networks.card import FLOATS, FORMAT, KEY, STATISTICS, Card, Statistics, check_plain
+from testtime.tasks import Task
 from testtime.tensorfile import write_tensors
 
 
 class YNet(nn.Module):
-    """A shared encoder with a classifier branch and a self-supervised branch.
+    """A shared encoder with a classifier branch and, for methods that need one, a self-supervised branch.
 
     Args:
         encoder: θe, from normalised images `(N, C, H, W)` to features.
         classifier: θm, from features to class logits `(N, K)`.
-        ssl: θs, from features to the task's outputs `(N, outputs)`.
+        ssl: θs, from features to the task's outputs `(N, outputs)`, or None.
         card: Metadata; its `mean` and `std` normalise the images.
+        channels: Channels of the images; None: those of the encoder's first convolution, if it has one.
 
     Attributes:
+        cut: Name of the layer that `testtime.split` split the original model at, or None.
         statistics: Made by `testtime.collect`, or None; saved and copied with the network, but not in its `state_dict`.
 
     Raises:
@@ -43,13 +46,25 @@ class YNet(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, encoder: nn.Module, classifier: nn.Module, ssl: nn.Module, card: Card | None = None) -> None:
+    def __init__(
+        self,
+        encoder: nn.Module,
+        classifier: nn.Module,
+        ssl: nn.Module | None = None,
+        card: Card | None = None,
+        *,
+        channels: int | None = None,
+    ) -> None:
         super().__init__()
         self.encoder = encoder
         self.classifier = classifier
-        self.ssl = ssl
+        self.ssl: nn.Module | None = ssl
         self.card = card or Card()
         self.statistics: Statistics | None = None
+        self.cut: str | None = None
+        first = next((module for module in encoder.modules() if isinstance(module, nn.Conv2d)), None)
+        self.channels = channels if channels is not None or first is None else first.in_channels
+        """Channels of the input images, or None if unknown."""
         self.check_card(self.card)
         device = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device("cpu"))
         with torch.inference_mode(False):
@@ -58,10 +73,9 @@ class YNet(nn.Module):
                 self.register_buffer(name, values.view(-1, 1, 1), persistent=False)
 
     @property
-    def channels(self) -> int | None:
-        """Channels of the input images, or None if unknown."""
-        first = next((module for module in self.encoder.modules() if isinstance(module, nn.Conv2d)), None)
-        return None if first is None else first.in_channels
+    def has_branch(self) -> bool:
+        """Whether there is a self-supervised branch."""
+        return self.ssl is not None
 
     def normalise(self, images: Tensor) -> Tensor:
         """Normalise images `(..., C, H, W)`, uint8 or float in [0, 1], for the encoder."""
@@ -74,7 +88,7 @@ class YNet(nn.Module):
         return self.classify(self.encode(images))
 
     def self_supervise(self, views: Tensor) -> Tensor:
-        """Return the self-supervised outputs `(N, outputs)` of views `(N, C, H, W)`."""
+        """Return the self-supervised outputs `(N, outputs)` of views `(N, C, H, W)`; see `supervise`."""
         return self.supervise(self.encode(views))
 
     def encode(self, images: Tensor) -> Tensor:
@@ -86,7 +100,13 @@ class YNet(nn.Module):
         return self.classifier(features)
 
     def supervise(self, features: Tensor) -> Tensor:
-        """Return the self-supervised outputs `(N, outputs)` of features."""
+        """Return the self-supervised outputs `(N, outputs)` of features.
+
+        Raises:
+            ValueError: There is no self-supervised branch.
+        """
+        if self.ssl is None:
+            raise ValueError("The network has no self-supervised branch: make it with testtime.split(model).")
         return self.ssl(features)
 
     def check_range(self, name: str, images: Tensor) -> None:
@@ -178,16 +198,27 @@ def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return converted
 
 
-def _count_outputs(classifier: nn.Module) -> int | None:
-    """Return the number of classes of a classifier, or None if unknown."""
-    last: nn.Module | None = classifier
+def _count_outputs(branch: nn.Module) -> int | None:
+    """Return the number of outputs of a branch, or None if unknown."""
+    last: nn.Module | None = branch
     while type(last) is nn.Sequential and len(last):
         last = last[-1]
     if isinstance(last, fx.GraphModule):
         (end,) = (node.args[0] for node in last.graph.nodes if node.op == "output")
         is_layer = isinstance(end, fx.Node) and end.op == "call_module"
         last = last.get_submodule(str(end.target)) if is_layer else None
-    return last.out_features if isinstance(last, nn.Linear) else None
+    outputs = getattr(last, "out_features", None)
+    return outputs if isinstance(outputs, int) else None
+
+
+def check_task(net: YNet, task: Task) -> None:
+    """Raise a ValueError if the self-supervised branch is known to have another number of outputs than a task."""
+    outputs = None if net.ssl is None else _count_outputs(net.ssl)
+    if outputs not in (None, task.outputs):
+        raise ValueError(
+            f"The task {task.name!r} needs {task.outputs} outputs, the self-supervised branch has {outputs}: "
+            f"make it with testtime.split(model, outputs={task.outputs})."
+        )
 
 
 def check_no_lazy_layers(model: nn.Module) -> None:

@@ -6,10 +6,10 @@ import copy
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from testtime.checks import check_format
 from testtime.networks.card import CheckpointError, check_plain
@@ -17,12 +17,28 @@ from testtime.provenance import describe_machine, find_differences
 from testtime.storage import FileError, read_json, write_atomic
 from testtime.tensorfile import read_tensors, write_tensors
 from testtime.training.processes import rank, world
-from testtime.training.training import Training
 
 log = logging.getLogger(__name__)
 
 _KEY = "testtime-training"
 _FORMAT = 1
+
+
+class Resumable(Protocol):
+    """A training whose state can be saved and loaded."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Return everything that changes during the training, by name."""
+        ...
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Load a state; raises a `ValueError`, and modifies nothing, if it does not fit."""
+        ...
 
 
 class Folder:
@@ -37,7 +53,7 @@ class Folder:
         self.record = path / "record.json"
         self.network = path / "network.safetensors"
 
-    def load(self, training: Training) -> list[dict[str, Any]]:
+    def load(self, training: Resumable) -> list[dict[str, Any]]:
         """Resume the run, if there is one; returns the entries of its finished epochs.
 
         Raises:
@@ -72,7 +88,7 @@ class Folder:
                 part.unlink(missing_ok=True)
             self._write_record(history, device)
 
-    def save(self, training: Training, history: list[dict[str, Any]]) -> None:
+    def save(self, training: Resumable, history: list[dict[str, Any]]) -> None:
         """Write the state after an epoch."""
         if rank() != 0:
             return
@@ -113,7 +129,7 @@ def _is_entry(entry: Any, epoch: int) -> bool:
     if not isinstance(entry, dict):
         return False
     numbers: list[Any] = [entry.get(name) for name in ("loss", "train_error", "seconds")]
-    numbers.append(entry.get("test_error", 0.0))
+    numbers.extend(entry.get(name, 0.0) for name in ("test_error", "held_out_error"))
     numbered = type(entry.get("epoch")) is int and entry["epoch"] == epoch
     return numbered and all(type(number) in (int, float) and -1e300 < number < 1e300 for number in numbers)
 

@@ -26,7 +26,7 @@ from testtime.training.processes import rank, world
 from testtime.training.recipe import Recipe, TrainingError
 from testtime.training.replicated import Replicated
 from testtime.training.trainer import Trainer, fit_together
-from testtime.training.training import Training
+from testtime.training.training import Training, check_networks
 
 
 def train(
@@ -145,7 +145,7 @@ def _train(
     progress: Progress | None,
 ) -> list[YNet]:
     """Implement `train_together`, with gradients enabled."""
-    device = _check_networks(nets)
+    device = check_networks(nets)
     for name, given in (("seeds", seeds), ("folders", folders), ("targets", targets)):
         if given is not None and len(given) != len(nets):
             raise ValueError(f"`{name}` must have one entry for each of the {len(nets)} networks, got {len(given)}.")
@@ -283,20 +283,6 @@ def _check_finite(run: _Run, entry: dict[str, Any], lr: float) -> None:
         f"In epoch {entry['epoch']} {what} is no longer finite; {remedy}. "
         f"Try a learning rate below {lr:g}, and check for corrupt images."
     )
-
-
-def _check_networks(nets: Sequence[YNet]) -> torch.device:
-    """Check the networks and return their device."""
-    if not nets:
-        raise ValueError("`nets` must not be empty.")
-    if len({id(net) for net in nets}) < len(nets):
-        raise ValueError("`nets` must be distinct objects.")
-    if any(tensor.is_inference() for net in nets for tensor in (*net.parameters(), *net.buffers())):
-        raise ValueError("`nets` must not be created in torch.inference_mode(): inference tensors cannot be trained.")
-    devices = {next(net.parameters()).device for net in nets}
-    if len(devices) > 1:
-        raise ValueError(f"`nets` must be on one device, got {', '.join(sorted(map(str, devices)))}.")
-    return devices.pop()
 
 
 def _check_labels(pool: Pool, outputs: int) -> None:

@@ -69,7 +69,7 @@ def _class_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def joint_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Terms, Tensor]:
     """Classification loss plus self-supervised loss on the same images; arguments as for `plain_loss`."""
     views, targets = task.views(batch.images, batch.draws)
-    if _first_of_four(task, batch.images) and not _has_batch_norm(net):
+    if first_of_four(task, batch.images) and not _has_batch_norm(net):
         features = net.encode(views)  # the images are among the views
         logits, outputs = net.classify(features[::4]), net.supervise(features)
     else:
@@ -77,7 +77,7 @@ def joint_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Term
     return {"main": _class_loss(logits, batch.labels), "task": recipe.weight * task.loss(outputs, targets)}, logits
 
 
-def _first_of_four(task: Task, images: Tensor) -> bool:
+def first_of_four(task: Task, images: Tensor) -> bool:
     """Whether the task's views are all four rotations of each image, starting with the image itself."""
     return isinstance(task, Rotation) and task.each == "all" and images.shape[-1] == images.shape[-2]
 
@@ -101,7 +101,7 @@ def robust_loss(net: Net, batch: Batch, recipe: Recipe, task: Task) -> tuple[Ter
     if _has_batch_norm(net) or views.shape[2:] != images.shape[2:]:
         logits, outputs = net(images.flatten(0, 1)), net.self_supervise(views.flatten(0, 1))
     else:  # in one forward pass
-        shared = 1 if _first_of_four(task, clean) else 0  # the third image is also the first view
+        shared = 1 if first_of_four(task, clean) else 0  # the third image is also the first view
         both = torch.cat([images, views[:, shared:]], dim=1)
         features = net.encode(both.flatten(0, 1)).unflatten(0, (len(clean), -1))
         logits = net.classify(features[:, :3].flatten(0, 1))

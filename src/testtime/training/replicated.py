@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from testtime.networks.replicas import Part, Replicas
+from testtime import kernels
+from testtime.networks.replicas import PARTS, Part, Replicas
+from testtime.networks.stacked import BatchNorm
 from testtime.networks.ynet import YNet
+from testtime.precision import Precision
 
 
 class Replicated:
@@ -71,10 +74,13 @@ class Replicated:
     def _split(self, rows: Tensor) -> Tensor:
         return rows.unflatten(0, (len(self._nets), -1))  # (S·B, ...) → (S, B, ...)
 
-    def train(self, training: bool = True) -> None:
-        """Set whether Batch Normalization uses batch statistics or running statistics."""
+    def train(self, training: bool = True, parts: Sequence[Part] = PARTS) -> None:
+        """Set whether Batch Normalization uses batch statistics or running statistics; in other parts the latter."""
         self.training = training
-        self.replicas.train_norms(training)
+        self.replicas.train_norms(False)
+        for module in (module for part in parts for module in self.replicas.parts[part].modules()):
+            if isinstance(module, (BatchNorm, nn.modules.batchnorm._BatchNorm)):
+                module.training = training
 
     def eval(self) -> None:
         """Use running statistics in Batch Normalization."""
@@ -87,3 +93,10 @@ class Replicated:
     def modules(self) -> Iterator[nn.Module]:
         """Yield the modules of the first network."""
         yield from self._nets[0].modules()
+
+
+def is_faster(net: YNet, device: torch.device, precision: Precision) -> bool:
+    """Whether a network built by this package trains faster as a replica than in plain torch."""
+    layers = [layer for layer in net.modules() if isinstance(layer, nn.Conv2d)]
+    channels = max((layer.out_channels for layer in layers), default=0)
+    return bool(net.card.architecture) and kernels.trains_faster(device, channels, precision != "bf16")

@@ -114,8 +114,6 @@ def prepare(
         raise ValueError(f'`recipe` must be "paper" or "robust", got {recipe!r}.')
     if hold_out is not None and data not in COUNTS:
         raise ValueError(f"`hold_out` is only available for {', '.join(COUNTS)}, got {data!r}.")
-    if limit is not None and limit < 1:
-        raise ValueError(f"`limit` must be at least 1, got {limit}.")
     check_on_bad(on_bad)
     loaded = None if start is None else load(start)
     size = size or builder.size
@@ -129,8 +127,7 @@ def prepare(
         if loaded is not None and was_seen(loaded.card.record, data, hold_out):
             remedy = f"start from a network trained with --hold-out {hold_out}"
             raise FileError(str(start), f"was trained on the images to hold out from {data}", remedy)
-    if limit is not None and limit < len(source):
-        source = _some_of(source, limit)
+    source = limit_images(source, limit)
     decode = _Decoder(data == "imagenet" and limit is None, root, cache, on_bad, progress)
     source, test = decode(source), None if test is None else decode(test)
 
@@ -144,6 +141,39 @@ def prepare(
         return copy.deepcopy(loaded)
 
     return Setup(build(seed), source, test, _choose_recipe(recipe, data, builder, norm, seed), build)
+
+
+def open_images(
+    data: str,
+    net: YNet,
+    *,
+    root: str | Path | None = None,
+    cache: str | Path | None = None,
+    on_bad: OnBad = "fail",
+    progress: Progress | None = None,
+) -> TestSet:
+    """Open the training images of a data set, or a folder of pictures with or without classes, for a network.
+
+    Args:
+        data: As for `prepare`.
+        net: The network; its card has the size of the images and the augmentation.
+        root: As for `prepare`.
+        cache: As for `prepare`.
+        on_bad: As for `prepare`.
+        progress: As for `prepare`.
+
+    Raises:
+        ValueError: An argument is invalid, or the network's size is not known.
+        DataError: The data is missing or damaged.
+    """
+    check_on_bad(on_bad)
+    size = net.card.size
+    if size is None and data not in COUNTS:
+        raise ValueError(f"The network's card has no `size` for the pictures of {data}: net.describe(size=…) sets it.")
+    size = size or 0  # of pictures only
+    crops = net.card.augment.get("name") == "resized-crop-flip"
+    source, _ = _open_sets(data, root, size, round(size * 8 / 7) if crops else None, on_bad)
+    return _Decoder(data == "imagenet", root, cache, on_bad, progress)(source)
 
 
 def _find_builder(network: str, shape: Mapping[str, int]) -> Builder:
@@ -220,13 +250,22 @@ def _open_sets(
     return source, folder.list_pictures(held_out, size, classes=source.classes, on_bad=on_bad)
 
 
-def _some_of(source: TestSet, limit: int) -> TestSet:
+def limit_images(source: TestSet, limit: int | None) -> TestSet:
+    """Return at most `limit` images of a set, a deterministic subset; all if it is None.
+
+    Raises:
+        ValueError: The limit is below 1.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"`limit` must be at least 1, got {limit}.")
+    if limit is None or limit >= len(source):
+        return source
     numbers = pool.shuffle(len(source), 0, 0, torch.device("cpu"), "limit")[:limit].sort().values
     name = f"{source.name}[{limit}]"
     if isinstance(source, PictureSet):
         return source.pick(numbers, name)
-    assert source.labels is not None
-    chosen = TensorSet(name, source.images(numbers), source.labels[numbers], source.classes)
+    labels = None if source.labels is None else source.labels[numbers]
+    chosen = TensorSet(name, source.images(numbers), labels, source.classes)
     chosen.held_out = source.held_out
     return chosen
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
-from testtime import kernels
 from testtime.kernels.graphs import Captured, can_record, on_side_stream, record
 from testtime.networks.ynet import YNet
 from testtime.precision import Precision, arithmetic, check_precision
@@ -18,7 +17,7 @@ from testtime.progress import read_ahead
 from testtime.randomness import Draws
 from testtime.training.losses import Batch
 from testtime.training.processes import average, broadcast, rank, world
-from testtime.training.replicated import Replicated
+from testtime.training.replicated import Replicated, is_faster
 from testtime.training.training import Training
 
 
@@ -64,10 +63,8 @@ class Trainer:
         """Return whether to train as replicas: always for several trainings, for one where that is faster."""
         if self.count > 1:
             return True
-        layers = [layer for layer in self.trainings[0].net.modules() if isinstance(layer, nn.Conv2d)]
-        channels = max((layer.out_channels for layer in layers), default=0)
-        faster = kernels.trains_faster(self.device, channels, self.precision != "bf16")
-        return faster and self.trainings[0].is_replicable()
+        first = self.trainings[0]
+        return is_faster(first.net, self.device, self.precision) and first.is_replicable()
 
     def _moved(self) -> list[Tensor]:
         """Return the tensors that the optimizer updates."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,17 +110,9 @@ class Training:
 
     def describe(self, test: Pool | None) -> dict[str, Any]:
         """Return everything that determines the result; trainings that differ here cannot share a folder."""
-        card = self.net.card
         return {
             "recipe": self.recipe.describe(),
-            "network": {
-                "architecture": card.architecture or type(self.net.encoder).__name__,
-                "classes": list(card.classes),
-                "mean": list(card.mean),
-                "std": list(card.std),
-                "augment": card.augment,
-                "start": hash_tensors(self.net.state_dict().values()),
-            },
+            "network": describe_network(self.net),
             **{name: pool.description for name, pool in zip(("data", "target"), self.pools, strict=False)},
             "test": None if test is None else test.description,
         }
@@ -137,9 +130,9 @@ class Training:
         key = Draws.of(0, torch.zeros(1, dtype=torch.int64, device=self.device))
         try:
             example = self.augment(example, key.copies(1))[:, 0]
-            classes = self.net(example).shape[-1]
-            views, _ = self.task.views(example, key)
-            outputs = self.net.self_supervise(views).shape[-1]
+            classes, outputs = self.net(example).shape[-1], self.task.outputs
+            if self.net.ssl is not None or "ssl" in self.method.parts:
+                outputs = self.net.self_supervise(self.task.views(example, key)[0]).shape[-1]
         except RuntimeError as error:
             raise ValueError(f"The network does not accept images of shape {self.pools[0].shape}: {error}") from None
         if outputs != self.task.outputs:
@@ -148,3 +141,34 @@ class Training:
                 f"the task {self.task.name!r} needs {self.task.outputs}."
             )
         return classes, tuple(example.shape[1:])
+
+
+def check_networks(nets: Sequence[YNet]) -> torch.device:
+    """Check the networks to train and return their device.
+
+    Raises:
+        ValueError: There is none, one is given twice, they are on several devices, or one cannot be trained.
+    """
+    if not nets:
+        raise ValueError("`nets` must not be empty.")
+    if len({id(net) for net in nets}) < len(nets):
+        raise ValueError("`nets` must be distinct objects.")
+    if any(tensor.is_inference() for net in nets for tensor in (*net.parameters(), *net.buffers())):
+        raise ValueError("`nets` must not be created in torch.inference_mode(): inference tensors cannot be trained.")
+    devices = {next(net.parameters()).device for net in nets}
+    if len(devices) > 1:
+        raise ValueError(f"`nets` must be on one device, got {', '.join(sorted(map(str, devices)))}.")
+    return devices.pop()
+
+
+def describe_network(net: YNet) -> dict[str, Any]:
+    """Return what determines the training of a network: its card, and a hash of its weights."""
+    card = net.card
+    return {
+        "architecture": card.architecture or type(net.encoder).__name__,
+        "classes": list(card.classes),
+        "mean": list(card.mean),
+        "std": list(card.std),
+        "augment": card.augment,
+        "start": hash_tensors(net.state_dict().values()),
+    }

@@ -1,0 +1,269 @@
+"""How fast the models that people bring adapt online, and in how much memory, against the naive loop of engine.py.
+
+    python benchmarks/models.py --quick                             # nothing to install, about a minute
+    python benchmarks/models.py --out results/models-cpu.json       # with timm, torchvision and transformers
+
+Every model has random weights and is split by `testtime.split` at about two thirds of its depth. An image is answered
+after a step on 32 augmented, rotated copies of it, by `Online` and by the naive loop, which makes each copy as a Pillow
+picture, and starts every round with a copy of the network. Both take turns, eight images each, on two threads; the
+speed is the median over the rounds of the naive time divided by ours. Peak memory is measured in a process for each, as
+the growth of the resident set from when the network is there; `copies` is how many more copies of the network's
+parameters `Online` takes than the naive loop.
+
+Models that cannot be imported are named as skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import testtime as tt
+from engine import naive
+from testtime.augment import CropFlip
+from testtime.networks import resnet26
+from testtime.provenance import describe_machine
+from testtime.tasks import Rotation
+
+Row = dict[str, Any]
+
+COPIES, THREADS, SIZE = 32, 2, 64
+
+
+def small_vit() -> nn.Module:
+    """A vision transformer of torch's own layers."""
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patch = nn.Conv2d(3, 192, 8, stride=8)
+            self.position = nn.Parameter(torch.randn(1, 64, 192) * 0.02)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.patch(images).flatten(2).transpose(1, 2) + self.position  # (N, 64, 192)
+
+    options: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+    blocks = [nn.TransformerEncoderLayer(192, 3, 768, **options) for _ in range(6)]
+    pool = nn.Sequential(nn.Unflatten(1, (64, 1)), nn.AvgPool3d((64, 1, 1)), nn.Flatten())
+    return nn.Sequential(Tokens(), *blocks, nn.LayerNorm(192), pool, nn.Linear(192, 100))
+
+
+def small_convnet() -> nn.Module:
+    """Separable convolutions with Batch Normalization."""
+
+    def block(inputs: int, outputs: int, stride: int) -> nn.Module:
+        depthwise = nn.Conv2d(inputs, inputs, 3, stride, padding=1, groups=inputs, bias=False)
+        pointwise = nn.Conv2d(inputs, outputs, 1, bias=False)
+        norms = nn.BatchNorm2d(inputs), nn.BatchNorm2d(outputs)
+        return nn.Sequential(depthwise, norms[0], nn.ReLU(), pointwise, norms[1], nn.ReLU())
+
+    stem = nn.Sequential(nn.Conv2d(3, 32, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
+    sizes = [(32, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1)]
+    blocks = [block(*size) for size in sizes]
+    return nn.Sequential(stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 100))
+
+
+def from_timm(name: str, **options: Any) -> nn.Module:
+    return importlib.import_module("timm").create_model(name, pretrained=False, **options)
+
+
+def from_torchvision(name: str, **options: Any) -> nn.Module:
+    return importlib.import_module("torchvision").models.get_model(name, weights=None, **options)
+
+
+def from_transformers(name: str, **options: Any) -> nn.Module:
+    library = importlib.import_module("transformers")
+    configuration = getattr(library, f"{name}Config")(**options)
+    return getattr(library, f"{name}ForImageClassification")(configuration)
+
+
+OWN: dict[str, Callable[[], nn.Module]] = {
+    "testtime resnet26": resnet26,
+    "plain torch ViT": small_vit,
+    "plain torch ConvNet": small_convnet,
+}
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    **{
+        f"torchvision {name}": lambda name=name: from_torchvision(name)
+        for name in (
+            *("resnet18", "resnet50", "mobilenet_v3_small", "regnet_y_400mf"),
+            *("efficientnet_b0", "convnext_tiny", "swin_t"),
+        )
+    },
+    "torchvision vit_b_16": lambda: from_torchvision("vit_b_16", image_size=SIZE),
+    **{
+        f"timm {name}": lambda name=name: from_timm(name)
+        for name in ("resnet26", "resnet50", "convnextv2_atto", "mobilenetv4_conv_small", "efficientvit_b0")
+    },
+    **{
+        f"timm {name}": lambda name=name: from_timm(name, img_size=SIZE)
+        for name in (
+            *("vit_tiny_patch16_224", "deit_tiny_patch16_224"),
+            *("efficientvit_m0", "swin_tiny_patch4_window7_224"),
+        )
+    },
+    "transformers ResNet": lambda: from_transformers("ResNet"),
+    "transformers ConvNext": lambda: from_transformers("ConvNext"),
+    "transformers ViT": lambda: from_transformers("ViT", image_size=SIZE),
+    "transformers Dinov2": lambda: from_transformers("Dinov2", image_size=SIZE, patch_size=16),
+}
+
+
+def make_network(name: str) -> tuple[tt.YNet, Tensor]:
+    """Return a model as a network, and images for it, `(8, 3, H, W)`."""
+    torch.manual_seed(0)
+    model = (OWN | OTHERS)[name]()
+    net = model if isinstance(model, tt.YNet) else tt.split(model, size=SIZE, mean=(0.5,), std=(0.5,))
+    size = net.card.size or SIZE
+    return net.eval(), torch.randint(0, 256, (8, 3, size, size), dtype=torch.uint8)
+
+
+def make_naive(net: tt.YNet) -> Callable[[Tensor], Any]:
+    return lambda images: naive(net, images, COPIES, 1, online=True)
+
+
+def make_online(net: tt.YNet) -> Callable[[Tensor], Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the branch is not trained
+        return tt.Online(net, copies=COPIES, lr=0.001, task=Rotation(), augment=CropFlip()).predict
+
+
+CONTESTANTS = {"naive": make_naive, "online": make_online}
+
+
+def compare(name: str, seconds: float, images: int) -> Row:
+    """Measure both in turns, for at least five rounds."""
+    net, pool = make_network(name)
+    work = {kind: make(net) for kind, make in CONTESTANTS.items()}
+    times: dict[str, list[float]] = {kind: [] for kind in work}
+    for answer in work.values():
+        answer(pool[:1])  # warm up
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds or len(times["online"]) < 5:
+        for kind, answer in work.items():
+            start = time.perf_counter()
+            answer(pool[:images])
+            times[kind].append((time.perf_counter() - start) / images)
+    ratios = sorted(a / b for a, b in zip(times["naive"], times["online"], strict=True))
+    row: Row = {"model": name, "cut": net.cut, "size": pool.shape[-1], "rounds": len(ratios), "images": images}
+    row["parameters"] = sum(parameter.numel() for parameter in net.parameters())
+    row |= {f"{kind}_ms": round(1000 * statistics.median(times[kind]), 1) for kind in work}
+    return row | {"speed": round(statistics.median(ratios), 3), "range": [round(ratios[0], 3), round(ratios[-1], 3)]}
+
+
+def measure_memory(name: str, kind: str) -> int | None:
+    """Return by how many bytes the resident set of this process grows at most; None if the system does not say."""
+    net, pool = make_network(name)
+    before = read_status("VmRSS")
+    if before is None or not reset_peak():
+        return None
+    work = CONTESTANTS[kind](net)
+    work(pool[:1])
+    work(pool[:2])
+    peak = read_status("VmHWM")
+    return None if peak is None else max(0, peak - before)
+
+
+def read_status(field: str) -> int | None:
+    """Return a size of this process in bytes, from Linux."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
+
+
+def reset_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def compare_memory(name: str, parameters: int) -> Row:
+    """Measure the peak memory of both, in a process each."""
+    peaks = {}
+    for kind in CONTESTANTS:
+        command = [sys.executable, __file__, "--memory", name, kind]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        peaks[kind] = json.loads(done.stdout.splitlines()[-1])
+    if None in peaks.values():
+        return {}
+    row: Row = {f"{kind}_mib": round(peak / 2**20) for kind, peak in peaks.items()}
+    return row | {"copies": round((peaks["online"] - peaks["naive"]) / (4 * parameters), 2)}
+
+
+def format_row(row: Row) -> str:
+    memory = f"{row['naive_mib']:6d} → {row['online_mib']:5d} MiB {row['copies']:+6.2f}" if "copies" in row else ""
+    times = f"{row['naive_ms']:7.1f} → {row['online_ms']:7.1f} ms"
+    return f"{row['model']:38s} {row['parameters'] / 1e6:6.1f} M  {times}  {row['speed']:5.2f} × {memory}"
+
+
+def run(options: argparse.Namespace) -> None:
+    machine = describe_machine(torch.device("cpu"))
+    where = f"{machine['hardware']['processor']}, {torch.get_num_threads()} threads"
+    versions, load = machine["versions"], round(os.getloadavg()[0], 2)
+    print(f"{where}; " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    print(f"{COPIES} copies; parameters, time per image of the naive loop → Online, speed, peak memory, copies")
+    document: Row = {"command": shlex.join(["python", "benchmarks/models.py", *sys.argv[1:]]), "hardware": where}
+    document |= {"versions": versions, "load_average_before": load, "rows": [], "skipped": {}}
+
+    def store() -> None:  # after every model: what was measured outlives whatever comes then
+        if options.out:
+            options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+    names = options.only or [*OWN, *([] if options.quick else OTHERS)]
+    for name in names:
+        try:
+            row = compare(name, options.seconds, options.images)
+        except ImportError as error:
+            document["skipped"][name] = str(error)
+            print(f"{name:38s} skipped: {error}", flush=True)
+            store()
+            continue
+        row |= compare_memory(name, row["parameters"])
+        document["rows"].append(row)
+        print(format_row(row), flush=True)
+        speeds = [one["speed"] for one in document["rows"]]
+        document["geometric_mean"] = round(math.exp(statistics.fmean(map(math.log, speeds))), 3)
+        document["slowest"] = min(speeds)
+        store()
+    if document["rows"]:
+        print(f"geometric mean {document['geometric_mean']:.2f}, slowest {document['slowest']:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three small models, shorter measurements")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*OWN, *OTHERS], help="these models")
+    parser.add_argument("--seconds", type=float, help="seconds to measure each model")
+    parser.add_argument("--images", type=int, default=8, help="images per round, up to 8")
+    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
+    parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.seconds = options.seconds or (4.0 if options.quick else 20.0)
+    torch.set_num_threads(THREADS)
+    if options.memory:
+        print(json.dumps(measure_memory(*options.memory)))
+    else:
+        run(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""benchmarks/models.py: both contestants do the same work, and the table says what was measured."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import testtime as tt
+
+ROOT = Path(__file__).parents[2]
+TINY = "plain torch ConvNet"
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("models_benchmark", ROOT / "benchmarks/models.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "COPIES", 2)
+    monkeypatch.setattr(module, "THREADS", 1)
+    return module
+
+
+def test_both_learn_from_as_many_copies_and_answer_once(models: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, pool = models.make_network(TINY)
+    sizes: list[tuple[bool, int]] = []
+
+    class Watched(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            sizes.append((torch.is_grad_enabled(), len(x)))
+            return self.inner(x)
+
+    watched = tt.YNet(Watched(net.encoder), net.classifier, net.ssl, net.card).eval()
+    answers = {kind: make(watched) for kind, make in models.CONTESTANTS.items()}
+    learned = {}
+    for kind, answer in answers.items():
+        answer(pool[:1])
+        sizes.clear()
+        answer(pool[:2])
+        learned[kind] = [size for learns, size in sizes if learns]
+    assert learned == {"naive": [2, 2], "online": [2, 2]}
+
+
+def test_the_table_and_the_file(
+    models: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent() -> nn.Module:
+        raise ImportError("No module named 'nowhere'")
+
+    def compare_memory(name: str, parameters: int) -> dict[str, Any]:
+        return {"naive_mib": 3, "online_mib": 4, "copies": 0.5}
+
+    out = tmp_path / "models.json"
+    names = ["testtime resnet26", TINY]
+    monkeypatch.setattr(models, "OTHERS", {"nowhere model": absent})
+    monkeypatch.setattr(models, "compare_memory", compare_memory)
+    arguments = ["--only", *names, "nowhere model", "--seconds", "0.01", "--images", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["models.py", *arguments])
+    models.main()
+    document = json.loads(out.read_text())
+    speeds = [row["speed"] for row in document["rows"]]
+    assert [row["model"] for row in document["rows"]] == names
+    assert list(document["skipped"]) == ["nowhere model"]
+    assert document["geometric_mean"] == pytest.approx(math.sqrt(speeds[0] * speeds[1]), abs=1e-3)
+    assert document["slowest"] == min(speeds)
+    assert all(row["rounds"] >= 5 and row["range"][0] <= row["speed"] <= row["range"][1] for row in document["rows"])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in (*names, "nowhere model"))
+
+
+def test_peak_memory_grows_with_what_is_done(models: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    megabytes = 64
+
+    def fill(_: tt.YNet) -> Any:
+        return lambda images: torch.ones(megabytes, 2**18)  # 4 bytes each; freed at once
+
+    monkeypatch.setitem(models.CONTESTANTS, "filling", fill)
+    grown = models.measure_memory(TINY, "filling")
+    if grown is None:
+        pytest.skip("the system does not say")
+    assert 0.5 * megabytes < grown / 2**20 < 4 * megabytes
