@@ -16,6 +16,9 @@ Models that cannot be imported are named as skipped.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import gc
 import importlib
 import json
 import math
@@ -169,8 +172,8 @@ def compare(name: str, seconds: float, images: int) -> Row:
 def measure_memory(name: str, kind: str) -> int | None:
     """Return by how many bytes the resident set of this process grows at most; None if the system does not say."""
     net, pool = make_network(name)
-    before = read_status("VmRSS")
-    if before is None or not reset_peak():
+    known, before = reset_peak(), read_status("VmRSS")
+    if before is None or not known:
         return None
     work = CONTESTANTS[kind](net)
     work(pool[:1])
@@ -189,6 +192,9 @@ def read_status(field: str) -> int | None:
 
 
 def reset_peak() -> bool:
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not hide what is taken now
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

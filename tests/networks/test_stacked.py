@@ -59,11 +59,10 @@ def test_stacked_batch_norm_is_the_layer(count: int, training: bool) -> None:
         torch.testing.assert_close(tensor, torch.stack([one.get_buffer(name) for one in alone]))
 
 
-def convolutions(channels: int, **options: int) -> nn.Module:
+def convolutions(channels: int, groups: int = 1) -> nn.Module:
     """Layers of torch alone; most multiplications are in the second."""
-    return nn.Sequential(
-        nn.Conv2d(3, channels, 1), nn.Conv2d(channels, channels, 3, padding=1, bias=False, **options), nn.Flatten()
-    )
+    second = nn.Conv2d(channels, channels, 3, padding=1, groups=groups, bias=False)
+    return nn.Sequential(nn.Conv2d(3, channels, 1), second, nn.Flatten())
 
 
 @pytest.mark.skipif(build.find_compiler() is None, reason="needs a C++ compiler")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping
 
 import torch
@@ -32,7 +31,6 @@ class PackedParameters:
         for name, stored in self.unpack(self.numbers).items():
             self.parameters[name].data = stored
         self._buffer = kernels.take_over("gradient_buffer", self.numbers)
-        self._gradient: Tensor | None = None
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Pack tensors with the names and shapes of the parameters into one tensor `(S, P)`; P is padded."""
@@ -45,10 +43,12 @@ class PackedParameters:
     def gradient(self, loss: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """Return the loss that a function computes and its gradient for all parameters, packed as by `pack`.
 
-        The gradient of a parameter that the loss does not depend on is zero. It is valid until the next call.
+        The gradient of a parameter that the loss does not depend on is zero.
         """
         if self._buffer is None:
-            return self._collect(loss)
+            value = loss()
+            gradients = torch.autograd.grad(value, list(self.parameters.values()), materialize_grads=True)
+            return value.detach(), self.pack(dict(zip(self.parameters, gradients, strict=True)))
         with self._buffer as buffer:
             value = loss()
             buffer.begin()
@@ -58,31 +58,6 @@ class PackedParameters:
             if gradient is not None:
                 view += gradient
         return value.detach(), result
-
-    def _collect(self, loss: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """Copy each gradient as soon as it is computed, so that it need not be stored twice."""
-        value = loss()
-        if self._gradient is None:
-            self._gradient = torch.zeros_like(self.numbers)
-        missing = self.unpack(self._gradient)
-
-        def store(name: str, parameter: Tensor) -> None:
-            missing.pop(name).copy_(parameter.grad)  # type: ignore[arg-type]  # not None in this hook
-            parameter.grad = None
-
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(store, name))
-            for name, parameter in self.parameters.items()
-        ]
-        try:
-            torch.autograd.backward(value, inputs=list(self.parameters.values()))
-        finally:
-            for hook, parameter in zip(hooks, self.parameters.values(), strict=True):
-                hook.remove()
-                parameter.grad = None  # after an interrupt
-        for view in missing.values():
-            view.zero_()
-        return value.detach(), self._gradient
 
     def unpack(self, numbers: Tensor) -> dict[str, Tensor]:
         """Return views of a packed tensor `(S, P)`, with the names and shapes of the parameters.

@@ -84,6 +84,9 @@ class Replicas:
             inner = self.parts[name].inner
             for key, tensor in [*inner.named_parameters(), *inner.named_buffers()]:
                 self.tensors[f"{name}.{key}"] = tensor
+        for name, buffer in net.named_buffers():
+            if name in self.tensors:
+                self.tensors[name].copy_(buffer)  # the example may have changed it
         parameters = {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
         stacked = tuple(f"{name}." for name, part in self.parts.items() if isinstance(part, _Stacked))
         innermost = {name for name in parameters if name.startswith(stacked)}
@@ -322,7 +325,8 @@ class _Mapped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for own, inner in zip(self.template[0].modules(), self.inner.modules(), strict=True):
             own.training = inner.training
-            if isinstance(own, nn.modules.batchnorm._BatchNorm):
+            norms = nn.modules.batchnorm._BatchNorm
+            if isinstance(own, norms) and isinstance(inner, norms):
                 own.track_running_stats = inner.track_running_stats
         state = dict(self.inner.named_buffers())
         for owner, module in self.inner.named_modules():
