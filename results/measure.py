@@ -35,7 +35,7 @@ TRAININGS = {
             ("severity-6", "--severity 6"),
             ("severity-10", "--severity 10"),
             ("consistency-6", "--consistency 6"),
-            ("random-rotations", "--rotations random"),
+            ("random-views", "--views random"),
         )
     },
     "selection-plain": "--data cifar10 --hold-out 5000 --method plain --precision tf32",
@@ -50,7 +50,7 @@ TRAININGS = {
     "bn-plain": "--data cifar10 --norm batch --method plain --precision tf32",
     "alp": "--data cifar10 --method alp --precision tf32",
     "uda": f"--data cifar10 --method uda --targets '{UDA_SETS}' --start {JOINT} --epochs 18 --lr 0.004 "
-    "--rotations random --precision tf32",
+    "--views random --precision tf32",
     "photographs-joint": f"{PHOTOGRAPHS} --weight-decay 0.0005 --precision tf32",
     "photographs-plain": f"{PHOTOGRAPHS} --weight-decay 0.0005 --method plain --precision tf32",
     "photographs-robust": f"{PHOTOGRAPHS} --weight-decay 0.0005 --recipe robust --precision tf32",

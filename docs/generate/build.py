@@ -159,11 +159,14 @@ def make_variants() -> Parts:
 def make_networks() -> Parts:
     """The parts of the page on networks."""
     seeds, tf32 = read_results(*SEEDS, main=("fixed", "online")), read_results(*TF32)
+    joint, robust = read_results("joint-0"), read_results("robust-0")
     return {
         "trainings": trainings.format_trainings(),
         "seeds": errors.format_table(seeds, by_level(seeds)[5]),
         "tf32": errors.format_table(tf32, by_level(tf32)[5]),
-        "sources": format_sources(*in_cifar(*SEEDS, *TF32, "uda")),
+        "joint": errors.format_table(joint, by_level(joint)[5]),
+        "robust": errors.format_table(robust, by_level(robust)[5]),
+        "sources": format_sources(*in_cifar(*SEEDS, *TF32, "joint-0", "robust-0", "uda")),
     }
 
 

@@ -10,14 +10,15 @@ from testtime.networks import YNet, bundled, load
 from testtime.training.pool import hash_tensors
 
 from .documents import link, table
-from .result_files import CIFAR, PICTURES, SEEDS, TF32, format_hardware, read_file
+from .result_files import CIFAR, PICTURES, SEEDS, format_hardware, read_file
 
 ALONE = "gn-joint"
 """The one training that had its GPU to itself."""
+TOGETHER = tuple(f"{method}-{seed}" for method in ("joint", "robust") for seed in range(3))
 FILES: Mapping[str, Path] = {
     **{
         name: CIFAR / f"training-{name}.json"
-        for name in (ALONE, "gn-plain", "gn-alp", "bn-joint", "bn-plain", *SEEDS, *TF32, "uda")
+        for name in (ALONE, "gn-plain", "gn-alp", "bn-joint", "bn-plain", *SEEDS, "tf32-0", "tf32-1", *TOGETHER, "uda")
     },
     **{f"imagenette-{name}": PICTURES / f"training-{name}.json" for name in ("joint", "plain")},
 }
