@@ -9,9 +9,9 @@ demo: $(INSTALLED) ## train on the built-in digits, adapt under shifts, write de
 	$(BIN)/testtime demo --out demo
 
 test: lint ## everything that must hold: style, types, tests
-	$(BIN)/python -m pytest -n 2 --ignore=tests/extras
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" --ignore=tests/extras
 
-test-extras: $(INSTALLED) ## what needs more: kernels off, sanitizers, Triton, Ray, LaTeX, a browser; installs it
+test-extras: $(INSTALLED) ## what takes or needs more: slow tests, models, kernels off, sanitizers, Triton, Ray, LaTeX, a browser
 	$(BIN)/python tests/extras/run.py
 
 lint: $(INSTALLED)
@@ -26,7 +26,7 @@ bench: $(INSTALLED) ## the quick form of every benchmark
 	for script in benchmarks/*.py; do $(BIN)/python $$script --quick || exit 1; done
 
 clean:
-	rm -rf .venv demo dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-models demo dist build .pytest_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -2,15 +2,17 @@
 
     python benchmarks/models.py --quick                             # nothing to install, about a minute
     python benchmarks/models.py --out results/models-cpu.json       # with timm, torchvision and transformers
+    python benchmarks/models.py --device cuda                       # also 16 streams at once
 
 Every model has random weights and is split by `testtime.split` at about two thirds of its depth. An image is answered
 after a step on 32 augmented, rotated copies of it, by `Online` and by the naive loop, which makes each copy as a Pillow
 picture, and starts every round with a copy of the network. Both take turns, eight images each, on two threads; the
-speed is the median over the rounds of the naive time divided by ours. Peak memory is measured in a process for each, as
-the growth of the resident set from when the network is there; `copies` is how many more copies of the network's
-parameters `Online` takes than the naive loop.
+speed is the median over the rounds of the naive time divided by ours. Both compute in their default precision: on a
+GPU, TF32 in all layers for us, in convolutions alone for torch.
 
-Models that cannot be imported are named as skipped.
+Peak memory is measured in a process for each, as the growth of the resident set, or of what torch takes from the GPU,
+from when the network is there; `copies` is how many more copies of the network's parameters `Online` takes than the
+naive loop. Models that cannot be imported, or fail, are named as skipped.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.metadata
 import json
-import math
 import os
 import shlex
 import statistics
@@ -37,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 import testtime as tt
-from engine import naive
+from engine import naive, take_time
 from testtime.augment import CropFlip
 from testtime.networks import resnet26
 from testtime.provenance import describe_machine
@@ -45,7 +47,7 @@ from testtime.tasks import Rotation
 
 Row = dict[str, Any]
 
-COPIES, THREADS, SIZE = 32, 2, 64
+COPIES, THREADS, SIZE, STREAMS = 32, 2, 64, 16
 
 
 def small_vit() -> nn.Module:
@@ -127,13 +129,13 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def make_network(name: str) -> tuple[tt.YNet, Tensor]:
-    """Return a model as a network, and images for it, `(8, 3, H, W)`."""
+def make_network(name: str, device: str) -> tuple[tt.YNet, Tensor]:
+    """Return a model as a network, and images for it on the CPU, `(16, 3, H, W)`."""
     torch.manual_seed(0)
     model = (OWN | OTHERS)[name]()
     net = model if isinstance(model, tt.YNet) else tt.split(model, size=SIZE, mean=(0.5,), std=(0.5,))
     size = net.card.size or SIZE
-    return net.eval(), torch.randint(0, 256, (8, 3, size, size), dtype=torch.uint8)
+    return net.to(device).eval(), torch.randint(0, 256, (STREAMS, 3, size, size), dtype=torch.uint8)
 
 
 def make_naive(net: tt.YNet) -> Callable[[Tensor], Any]:
@@ -141,44 +143,64 @@ def make_naive(net: tt.YNet) -> Callable[[Tensor], Any]:
 
 
 def make_online(net: tt.YNet) -> Callable[[Tensor], Any]:
+    return adapt(tt.Online, net)
+
+
+def make_streams(net: tt.YNet) -> Callable[[Tensor], Any]:
+    return adapt(tt.Streams, net, STREAMS)
+
+
+def adapt(kind: Callable[..., tt.Adapter], *arguments: Any) -> Callable[[Tensor], Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the branch is not trained
-        return tt.Online(net, copies=COPIES, lr=0.001, task=Rotation(), augment=CropFlip()).predict
+        return kind(*arguments, copies=COPIES, lr=0.001, task=Rotation(), augment=CropFlip()).predict
 
 
 CONTESTANTS = {"naive": make_naive, "online": make_online}
 
 
-def compare(name: str, seconds: float, images: int) -> Row:
-    """Measure both in turns, for at least five rounds."""
-    net, pool = make_network(name)
-    work = {kind: make(net) for kind, make in CONTESTANTS.items()}
+def compare(name: str, options: argparse.Namespace) -> Row:
+    """Measure all in turns, for at least five rounds."""
+    net, pool = make_network(name, options.device)
+    work = {kind: (make(net), pool[: options.images]) for kind, make in CONTESTANTS.items()}
+    if options.device == "cuda":
+        work["streams"] = make_streams(net), pool
     times: dict[str, list[float]] = {kind: [] for kind in work}
-    for answer in work.values():
-        answer(pool[:1])  # warm up
+    for answer, images in work.values():
+        answer(images)  # warm up: compile, capture
     begin = time.perf_counter()
-    while time.perf_counter() - begin < seconds or len(times["online"]) < 5:
-        for kind, answer in work.items():
-            start = time.perf_counter()
-            answer(pool[:images])
-            times[kind].append((time.perf_counter() - start) / images)
-    ratios = sorted(a / b for a, b in zip(times["naive"], times["online"], strict=True))
-    row: Row = {"model": name, "cut": net.cut, "size": pool.shape[-1], "rounds": len(ratios), "images": images}
+    while time.perf_counter() - begin < options.seconds or len(times["online"]) < 5:
+        for kind, (answer, images) in work.items():
+            times[kind].append(take_time(lambda do=answer, given=images: do(given), options.device) / len(images))
+    row: Row = {"model": name, "cut": net.cut, "size": pool.shape[-1]}
+    row |= {"rounds": len(times["online"]), "images": options.images}
     row["parameters"] = sum(parameter.numel() for parameter in net.parameters())
     row |= {f"{kind}_ms": round(1000 * statistics.median(times[kind]), 1) for kind in work}
-    return row | {"speed": round(statistics.median(ratios), 3), "range": [round(ratios[0], 3), round(ratios[-1], 3)]}
+    row |= summarise_speed(times["naive"], times["online"])
+    if "streams" in times:
+        row |= {f"streams_{key}": value for key, value in summarise_speed(times["naive"], times["streams"]).items()}
+    return row
 
 
-def measure_memory(name: str, kind: str) -> int | None:
-    """Return by how many bytes the resident set of this process grows at most; None if the system does not say."""
-    net, pool = make_network(name)
-    known, before = reset_peak(), read_status("VmRSS")
-    if before is None or not known:
+def summarise_speed(naive_times: list[float], times: list[float]) -> Row:
+    """Return median and range of the speed, as a multiple of the naive loop's in the same round."""
+    ratios = sorted(a / b for a, b in zip(naive_times, times, strict=True))
+    return {"speed": round(statistics.median(ratios), 3), "range": [round(ratios[0], 3), round(ratios[-1], 3)]}
+
+
+def measure_memory(name: str, kind: str, device: str) -> int | None:
+    """Return by how many bytes this process grows at most, on its device; None if the system does not say."""
+    small = resnet26(depth=8, size=16).to(device).eval()
+    CONTESTANTS[kind](small)(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))  # loads code, which does not count
+    net, pool = make_network(name, device)
+    known = reset_peak()
+    before = torch.cuda.memory_reserved() if device == "cuda" else read_status("VmRSS")
+    if before is None or not (known or device == "cuda"):
         return None
     work = CONTESTANTS[kind](net)
     work(pool[:1])
     work(pool[:2])
-    peak = read_status("VmHWM")
+    peak = torch.cuda.max_memory_reserved() if device == "cuda" else read_status("VmHWM")
     return None if peak is None else max(0, peak - before)
 
 
@@ -192,7 +214,11 @@ def read_status(field: str) -> int | None:
 
 
 def reset_peak() -> bool:
+    """Forget the largest size of this process so far; returns whether the system can do so."""
     gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not hide what is taken now
     try:
@@ -202,11 +228,11 @@ def reset_peak() -> bool:
     return True
 
 
-def compare_memory(name: str, parameters: int) -> Row:
+def compare_memory(name: str, parameters: int, device: str) -> Row:
     """Measure the peak memory of both, in a process each."""
     peaks = {}
     for kind in CONTESTANTS:
-        command = [sys.executable, __file__, "--memory", name, kind]
+        command = [sys.executable, __file__, "--device", device, "--memory", name, kind]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         peaks[kind] = json.loads(done.stdout.splitlines()[-1])
     if None in peaks.values():
@@ -218,55 +244,74 @@ def compare_memory(name: str, parameters: int) -> Row:
 def format_row(row: Row) -> str:
     memory = f"{row['naive_mib']:6d} → {row['online_mib']:5d} MiB {row['copies']:+6.2f}" if "copies" in row else ""
     times = f"{row['naive_ms']:7.1f} → {row['online_ms']:7.1f} ms"
-    return f"{row['model']:38s} {row['parameters'] / 1e6:6.1f} M  {times}  {row['speed']:5.2f} × {memory}"
+    streams = f" {STREAMS} streams {row['streams_speed']:6.2f} ×" if "streams_speed" in row else ""
+    return f"{row['model']:38s} {row['parameters'] / 1e6:6.1f} M  {times}  {row['speed']:5.2f} ×{streams} {memory}"
+
+
+def describe(device: str) -> Row:
+    """Return the head of the result file."""
+    machine = describe_machine(torch.device(device))
+    processor = f"{machine['hardware']['processor']}, {torch.get_num_threads()} threads"
+    versions = machine["versions"]
+    for library in ("timm", "torchvision", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[library] = importlib.metadata.version(library)
+    return {
+        "command": shlex.join(["python", "benchmarks/models.py", *sys.argv[1:]]),
+        "hardware": torch.cuda.get_device_name() if device == "cuda" else processor,
+        "versions": versions,
+        "load_average_before": round(os.getloadavg()[0], 2),
+        "rows": [],
+        "skipped": {},
+    }
+
+
+def summarise(rows: list[Row]) -> Row:
+    """Return the figures over all models."""
+    speeds = [row["speed"] for row in rows]
+    made: Row = {"geometric_mean": round(statistics.geometric_mean(speeds), 3), "slowest": min(speeds)}
+    copies = [row["copies"] for row in rows if "copies" in row]
+    return made | ({"most_copies": max(copies)} if copies else {})
 
 
 def run(options: argparse.Namespace) -> None:
-    machine = describe_machine(torch.device("cpu"))
-    where = f"{machine['hardware']['processor']}, {torch.get_num_threads()} threads"
-    versions, load = machine["versions"], round(os.getloadavg()[0], 2)
-    print(f"{where}; " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    document = describe(options.device)
+    print(f"{document['hardware']}; " + ", ".join(f"{name} {text}" for name, text in document["versions"].items()))
     print(f"{COPIES} copies; parameters, time per image of the naive loop → Online, speed, peak memory, copies")
-    document: Row = {"command": shlex.join(["python", "benchmarks/models.py", *sys.argv[1:]]), "hardware": where}
-    document |= {"versions": versions, "load_average_before": load, "rows": [], "skipped": {}}
-
-    def store() -> None:  # after every model: what was measured outlives whatever comes then
-        if options.out:
-            options.out.write_text(json.dumps(document, indent=1) + "\n")
-
-    names = options.only or [*OWN, *([] if options.quick else OTHERS)]
-    for name in names:
+    for name in options.only or (OWN if options.quick else OTHERS):
         try:
-            row = compare(name, options.seconds, options.images)
-        except ImportError as error:
+            row = compare(name, options)
+            row |= compare_memory(name, row["parameters"], options.device)
+        except (ImportError, RuntimeError, ValueError) as error:
             document["skipped"][name] = str(error)
             print(f"{name:38s} skipped: {error}", flush=True)
-            store()
-            continue
-        row |= compare_memory(name, row["parameters"])
-        document["rows"].append(row)
-        print(format_row(row), flush=True)
-        speeds = [one["speed"] for one in document["rows"]]
-        document["geometric_mean"] = round(math.exp(statistics.fmean(map(math.log, speeds))), 3)
-        document["slowest"] = min(speeds)
-        store()
+        else:
+            document["rows"].append(row)
+            document |= summarise(document["rows"])
+            print(format_row(row), flush=True)
+        if options.out:  # after every model: what was measured outlives whatever comes then
+            options.out.write_text(json.dumps(document, indent=1) + "\n")
     if document["rows"]:
         print(f"geometric mean {document['geometric_mean']:.2f}, slowest {document['slowest']:.2f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="three small models, shorter measurements")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*OWN, *OTHERS], help="these models")
     parser.add_argument("--seconds", type=float, help="seconds to measure each model")
-    parser.add_argument("--images", type=int, default=8, help="images per round, up to 8")
+    parser.add_argument("--images", type=int, default=8, help="images per round, up to 16")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not 1 <= options.images <= STREAMS:
+        parser.error(f"`--images` must be in [1, {STREAMS}], got {options.images}.")
     options.seconds = options.seconds or (4.0 if options.quick else 20.0)
     torch.set_num_threads(THREADS)
     if options.memory:
-        print(json.dumps(measure_memory(*options.memory)))
+        name, kind = options.memory
+        print(json.dumps(measure_memory(name, kind, options.device)))
     else:
         run(options)
 

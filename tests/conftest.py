@@ -1,12 +1,18 @@
-"""One thread for each test process, since pytest runs several of them; and what was skipped, in one line."""
+"""One thread for each test process, since pytest runs several; which tests are slow; what was skipped, in one line."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
+# Some virtual machines report AMX but stop the process at its first instruction, in a bfloat16 product. Read by oneDNN.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
 import pytest
 import torch
+
+from torch_defaults import RESEMBLING
 
 torch.set_num_threads(1)
 
@@ -17,6 +23,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     text = collection_path.read_text(encoding="utf-8") if collection_path.suffix == ".py" else ""
     return None if "mark.gpu" in text or "triton_device" in text else True
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests under those defaults of torch as slow that resemble others: there are hundreds."""
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if parameters.get("default") in RESEMBLING:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

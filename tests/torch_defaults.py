@@ -48,3 +48,5 @@ DEFAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
+RESEMBLING = {"bfloat16", "float16", "a meta context", "no_grad", "3 threads"}
+"""Those that resemble another one; tests under them are slow, see conftest.py."""

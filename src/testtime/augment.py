@@ -183,7 +183,7 @@ def _warp(images: Tensor, operation: Tensor, strength: Tensor) -> Tensor:
     # By up to a third of the side, whose coordinates run from -1 to 1.
     shift_x, shift_y = (torch.where(operation == kind, strength * 2 / 3, 0.0) for kind in (3, 4))
     # Sampling positions; not `affine_grid`, a matrix product that TF32 would round.
-    x, y = ((2 * torch.arange(side, device=images.device) + 1) / side - 1 for side in (width, height))
+    x, y = ((2 * torch.arange(side, device=images.device).float() + 1) / side - 1 for side in (width, height))
     cosine, sine = angle.cos()[:, None, None], angle.sin()[:, None, None]
     x, y, shear_x, shear_y = x[None, None, :], y[None, :, None], shear_x[:, None, None], shear_y[:, None, None]
     columns = cosine * x + (shear_x - sine * aspect) * y + shift_x[:, None, None]

@@ -34,7 +34,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_both_learn_from_as_many_copies_and_answer_once(models: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, pool = models.make_network(TINY)
+    net, pool = models.make_network(TINY, "cpu")
     sizes: list[tuple[bool, int]] = []
 
     class Watched(nn.Module):
@@ -63,7 +63,7 @@ def test_the_table_and_the_file(
     def absent() -> nn.Module:
         raise ImportError("No module named 'nowhere'")
 
-    def compare_memory(name: str, parameters: int) -> dict[str, Any]:
+    def compare_memory(name: str, parameters: int, device: str) -> dict[str, Any]:
         return {"naive_mib": 3, "online_mib": 4, "copies": 0.5}
 
     out = tmp_path / "models.json"
@@ -79,9 +79,24 @@ def test_the_table_and_the_file(
     assert list(document["skipped"]) == ["nowhere model"]
     assert document["geometric_mean"] == pytest.approx(math.sqrt(speeds[0] * speeds[1]), abs=1e-3)
     assert document["slowest"] == min(speeds)
+    assert document["most_copies"] == 0.5
+    assert {"command", "hardware", "versions", "load_average_before"} <= document.keys()
     assert all(row["rounds"] >= 5 and row["range"][0] <= row["speed"] <= row["range"][1] for row in document["rows"])
     printed = capsys.readouterr().out
     assert all(name in printed for name in (*names, "nowhere model"))
+
+
+def test_the_full_run_has_the_models_of_three_libraries(models: ModuleType) -> None:
+    libraries = [name.split()[0] for name in models.OTHERS]
+    assert {library: libraries.count(library) for library in libraries} == {
+        "torchvision": 8,
+        "timm": 9,
+        "transformers": 4,
+    }
+
+
+def test_streams_are_compared_with_the_naive_loop_of_the_same_round(models: ModuleType) -> None:
+    assert models.summarise_speed([1.0, 4.0, 9.0], [1.0, 2.0, 3.0]) == {"speed": 2.0, "range": [1.0, 3.0]}
 
 
 def test_peak_memory_grows_with_what_is_done(models: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +106,7 @@ def test_peak_memory_grows_with_what_is_done(models: ModuleType, monkeypatch: py
         return lambda images: torch.ones(megabytes, 2**18)  # 4 bytes each; freed at once
 
     monkeypatch.setitem(models.CONTESTANTS, "filling", fill)
-    grown = models.measure_memory(TINY, "filling")
+    grown = models.measure_memory(TINY, "filling", "cpu")
     if grown is None:
         pytest.skip("the system does not say")
     assert 0.5 * megabytes < grown / 2**20 < 4 * megabytes

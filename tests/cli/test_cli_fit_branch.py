@@ -14,6 +14,16 @@ from testtime.data import open as open_set
 from testtime.networks import load
 
 SHORT = ["--epochs", "1", "--batch", "16", "--limit", "48", "--device", "cpu"]
+MODEL = """
+import torch, testtime as tt
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    body = [nn.Conv2d(1, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU()]
+    model = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)).eval()
+    return tt.split(model, size=16, mean=(0.5,), std=(0.25,))
+"""
 
 
 def test_the_branch_of_a_network_is_trained_and_nothing_else(run: Run, network: Path, tmp_path: Path) -> None:
@@ -60,3 +70,21 @@ def test_unreadable_pictures_are_named_before_anything_is_written(run: Run, tmp_
     code, _, err = run(*arguments, "--device", "cpu", "--on-bad-image", "skip", "--out", tmp_path / "run")
     assert code == 0, err
     assert "left out: " in err
+
+
+def test_the_branch_of_a_model_is_trained(run: Run, tmp_path: Path, pictures: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    given = ["-m", f"{tmp_path / 'mine.py'}:make", "--weights"]
+    fit = ["--data", "digits", *SHORT, "--out", tmp_path / "run"]
+    torch.save({"weight": torch.ones(1)}, tmp_path / "wrong.pth")
+    for file, said in (("none.pth", "no such file"), ("wrong.pth", "weight")):
+        code, out, err = run("fit-branch", *given, tmp_path / file, *fit)
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert file in err
+        assert said in err
+    assert not (tmp_path / "run").exists()
+    code, _, err = run("fit-branch", *given[:2], *fit)
+    assert code == 0, err
+    code, out, err = run("predict", pictures, *given, tmp_path / "run" / "network.safetensors", "--device", "cpu")
+    assert (code, err) == (0, "")  # the branch is trained: no warning
+    assert len(out.splitlines()) == 3

@@ -1,8 +1,8 @@
-"""Run the tests that need more than `make test` installs, each after installing what it needs.
+"""Run the tests that take longer, or need more, than `make test`, each after installing what it needs.
 
     python tests/extras/run.py [NAME ...]
 
-A package that cannot be installed is named at the end and its tests are not run; a test that fails, fails.
+Tests whose packages cannot be installed are not run; they are listed at the end. A test that fails, fails.
 """
 
 from __future__ import annotations
@@ -19,6 +19,44 @@ from pathlib import Path
 
 EXTRAS_FOLDER = Path(__file__).parent
 ROOT = EXTRAS_FOLDER.parent.parent
+PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+
+
+@dataclass(frozen=True)
+class Venv:
+    """A virtual environment apart from `.venv`, for packages that need another version of torch.
+
+    Attributes:
+        name: Its folder, in the root of the repository; it remains for later runs.
+        packages: From PyPI, the latest versions.
+        gigabytes: Free disk space needed to install them.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    gigabytes: int
+
+    @property
+    def python(self) -> str:
+        return str(ROOT / self.name / "bin" / "python")
+
+    def install(self) -> str | None:
+        """Install the packages and, editable, this one, unless done before; returns why that failed, or None."""
+        done, packages = ROOT / self.name / ".installed", "\n".join(self.packages)
+        if done.exists() and done.read_text() == packages:
+            return None
+        free = shutil.disk_usage(ROOT).free / 1e9
+        if free < self.gigabytes:
+            return f"{self.name} needs {self.gigabytes} GB of disk space, {free:.1f} GB are free"
+        steps = (
+            (sys.executable, "-m", "venv", self.name),
+            (self.python, *PIP, *self.packages),
+            (self.python, *PIP, "--no-deps", "--editable", "."),
+        )
+        if any(subprocess.run(step, cwd=ROOT).returncode for step in steps):
+            return f"{', '.join(self.packages)} cannot be installed in {self.name}"
+        done.write_text(packages)
+        return None
 
 
 @dataclass(frozen=True)
@@ -29,6 +67,7 @@ class Extra:
         tests: Arguments of pytest.
         packages: From PyPI.
         apart: Whether the packages go to a folder of their own, since the package runs otherwise where they are.
+        venv: The environment to run in, if not the current one.
         program: A program of the system's.
         debian: The package of Debian's that has it.
         environment: Variables to set.
@@ -37,21 +76,21 @@ class Extra:
     tests: tuple[str, ...]
     packages: tuple[str, ...] = ()
     apart: bool = False
+    venv: Venv | None = None
     program: str | None = None
     debian: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def install(self, folder: str) -> str | None:
-        """Install what is needed; what cannot be had, or None.
+        """Install what is needed; returns why that failed, or None.
 
         Args:
             folder: For packages that go to a folder of their own.
         """
         if self.packages:
-            command = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", "constraints.txt"]
-            command += ["--no-deps", "--target", folder] if self.apart else []
+            command = [*PIP, "-c", "constraints.txt", *(("--no-deps", "--target", folder) if self.apart else ())]
             if subprocess.run([sys.executable, *command, *self.packages], cwd=ROOT).returncode:
-                return ", ".join(self.packages)
+                return f"{', '.join(self.packages)} cannot be installed here"
         if self.program is not None and shutil.which(self.program) is None:
             root = hasattr(os, "geteuid") and os.geteuid() == 0
             if root and self.debian and shutil.which("apt-get"):
@@ -61,19 +100,27 @@ class Extra:
                     subprocess.run(["apt-get", "update", "--quiet"], **quiet)  # type: ignore[call-overload]
                     subprocess.run(install, **quiet)  # type: ignore[call-overload]
             if shutil.which(self.program) is None:
-                return self.program
-        return None
+                return f"{self.program} cannot be installed here"
+        return None if self.venv is None else self.venv.install()
 
     def run(self, folder: str) -> bool:
-        """Run the tests; whether all passed. None may be skipped."""
+        """Run the tests; returns whether all passed. None may be skipped."""
         paths = [folder, str(EXTRAS_FOLDER), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | self.environment
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no_skips", *self.tests]
+        python = sys.executable if self.venv is None else self.venv.python
+        command = [python, "-m", "pytest", "-q", "-p", "no_skips", *self.tests]
         return subprocess.run(command, cwd=ROOT, env=environment).returncode == 0
 
 
 TRITON_TESTS = [f"tests/kernels/{path.name}" for path in sorted((ROOT / "tests/kernels").glob("test_cuda_*.py"))]
+MODELS = Venv(
+    ".venv-models",
+    ("torch", "torchvision", "timm", "transformers", "pytest", "pytest-xdist", "hypothesis", "safetensors", "pillow"),
+    gigabytes=8,
+)
 EXTRAS = {
+    "slow": Extra(("-n", "2", "-m", "slow and not gpu", "--ignore=tests/extras")),
+    "models": Extra(("-n", "2", "tests/extras/test_models.py", "tests/extras/test_model_sources.py"), venv=MODELS),
     "kernels off": Extra(("-n", "2", "tests/contracts"), environment={"TESTTIME_KERNELS": "off"}),
     "sanitizers": Extra(("tests/extras/test_sanitizers.py",)),
     "emulated CUDA": Extra(("tests/extras/test_emulated_kernels.py",)),
@@ -92,14 +139,18 @@ EXTRAS = {
 
 
 def main(names: list[str]) -> int:
+    unknown = sorted(set(names) - set(EXTRAS))
+    if unknown:
+        print(f"There are no tests {unknown[0]!r}; there are {', '.join(EXTRAS)}.", file=sys.stderr)
+        return 2
     report, failed = [], False
     for name in names or EXTRAS:
         begin, extra = time.monotonic(), EXTRAS[name]
         print(f"\n== {name} ==", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            missing = extra.install(folder)
-            if missing is not None:
-                report.append(f"{name}: NOT RUN, {missing} cannot be installed here")
+            fault = extra.install(folder)
+            if fault is not None:
+                report.append(f"{name}: NOT RUN, {fault}")
                 continue
             passed = extra.run(folder)
         failed |= not passed

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from adapters import pictures
 from models import Flattening, Residual, VisionTransformer, sequential
-from testtime import YNet, resnet18, resnet26, split
+from testtime import Episodic, Fixed, Online, YNet, resnet18, resnet26, split
 from testtime.networks.replicas import PARTS, Replicas, put_rows
 from testtime.randomness import Draws
 
@@ -548,6 +548,45 @@ def test_dropout_stays_off() -> None:
     images = Draws.of(0, torch.arange(2)).uniform(4, 3, 8, 8)
     assert torch.equal(replicas(images), replicas(images))
     assert torch.allclose(replicas(images)[1], net.eval()(images[1]), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["residual", "transformer"])
+def test_a_part_that_is_not_replicated_takes_no_memory(name: str) -> None:
+    net = net_of(name).train()
+    replicas = Replicas(net, 1, ("encoder",), pictures(2))
+    shared = {parameter.data_ptr() for parameter in net.classifier.parameters()}
+    assert {parameter.data_ptr() for parameter in replicas.parts["classifier"].parameters()} == shared
+    assert all(parameter.requires_grad for parameter in net.parameters())
+    own = {parameter.data_ptr() for parameter in net.encoder.parameters()}
+    assert not own & {tensor.data_ptr() for tensor in replicas.tensors.values()}
+
+
+class Halving(nn.Module):
+    """Code that depends on the values of a tensor."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images * 0.5 if images.sum() > 0 else images
+
+
+def test_code_that_branches_on_values_is_refused_for_several_replicas() -> None:
+    torch.manual_seed(0)
+    made = split(Rectified(), "norm")
+    net = YNet(nn.Sequential(Halving(), made.encoder), made.classifier, made.ssl).eval()
+    with pytest.raises(ValueError, match=r"(?s)encoder.*parallel=1.*together=1"):
+        Replicas(net, 2, PARTS, pictures(2))
+    images = pictures(3)
+    with torch.no_grad():
+        assert torch.allclose(Replicas(net, 1, PARTS, pictures(2))(images[None])[0], net(images), atol=1e-5)
+    assert Episodic(net, steps=1, copies=2).predict(images).adapted.all()  # one after another
+    with pytest.raises(ValueError, match="parallel=1"):
+        Episodic(net, steps=1, copies=2, parallel=3).predict(images)
+
+
+def test_images_of_another_size_than_the_encoder_takes_are_refused() -> None:
+    net = split(VisionTransformer(), "block1").describe(record={"branch": {}})
+    for adapter in (Fixed(net), Online(net, copies=2)):
+        with pytest.raises(ValueError, match=r"\(3, 24, 24\)"):
+            adapter.predict(torch.rand(2, 3, 24, 24))
 
 
 def test_there_is_at_least_one_replica() -> None:

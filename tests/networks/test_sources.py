@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -85,8 +86,6 @@ def images() -> Tensor:
         ("a/b.py:make,at=layer3.0,weights=w", ModelSource("file", "a/b.py:make", "w", at="layer3.0")),
         ("net.safetensors", None),
         ("digits-resnet8-gn-joint", None),
-        ("a/b.py", None),
-        ("a/b.py:", None),
         ("timm:", None),
         ("C:/nets/a.safetensors", None),
         ("", None),
@@ -96,6 +95,12 @@ def test_what_a_text_names(text: str, expected: ModelSource | None) -> None:
     assert parse_source(text) == expected
     if expected is not None:
         assert parse_source(str(expected)) == expected
+
+
+@pytest.mark.parametrize("text", ["a/b.py", "a/b.py:", "b.py,weights=w.pth"])
+def test_a_python_file_needs_a_function(text: str) -> None:
+    with pytest.raises(ValueError, match=r"b.py.* FILE.py:FUNCTION"):
+        parse_source(text)
 
 
 def test_options_are_added_to_models_alone() -> None:
@@ -263,6 +268,14 @@ def test_no_code_of_a_weights_file_is_run(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"evil.pth: neither safetensors nor weights"):
         read_state(tmp_path / "evil.pth")
     assert not (tmp_path / "written").exists()
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_pickle_is_refused_without_a_warning(code: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    (tmp_path / "w.pkl").write_bytes(pickle.dumps({"a": print}, protocol=4))  # torch warns about this protocol
+    with pytest.raises(FileError, match=r"w.pkl: neither safetensors nor weights"):
+        open_network(f"{code}:plain,weights={tmp_path / 'w.pkl'}")
+    assert not recwarn.list
 
 
 def test_missing_files_and_class_names_are_named(code: Path, tmp_path: Path) -> None:

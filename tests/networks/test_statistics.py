@@ -133,13 +133,18 @@ def test_progress_counts_the_images() -> None:
 @pytest.mark.parametrize("name", ["group", "batch", "residual"])
 def test_collecting_leaves_the_network_as_it_was(name: str, training: bool) -> None:
     net = make(name).train(training)
-    before, mark = bits(net), net.fingerprint()
+    before, mark, hooks = bits(net), net.fingerprint(), list_hooks(net)
     assert collect(net, pictures(3)) is net
     assert same(bits(net), before)
     assert net.fingerprint() == mark
     assert all(module.training == training for module in net.modules())
     assert all(p.requires_grad and p.grad is None for p in net.parameters())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+    assert list_hooks(net) == hooks
+
+
+def list_hooks(net: YNet) -> list[Any]:
+    hooks = [(module._forward_hooks, module._forward_pre_hooks) for module in net.modules()]
+    return [[*own.items()] for pair in hooks for own in pair]
 
 
 @pytest.mark.parametrize("name", list(DEFAULTS))

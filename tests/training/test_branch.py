@@ -393,6 +393,19 @@ def test_an_interrupted_run_resumes_bit_for_bit(make: Any, optimizer: Any, tmp_p
     assert_same(weights(again), weights(whole))  # nothing was left to do
 
 
+@pytest.mark.parametrize("has_branch", [True, False])
+def test_a_network_that_is_refused_has_the_branch_it_had(has_branch: bool, tmp_path: Path) -> None:
+    fit_branch(small_net(), IMAGES, **SHORT, start="copy", folder=tmp_path)
+    net = small_net()
+    if not has_branch:
+        net.ssl = None
+    branch, before = net.ssl, {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with pytest.raises(CheckpointError):
+        fit_branch(net, IMAGES, **SHORT, seed=9, start="copy", folder=tmp_path)
+    assert net.ssl is branch
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
 def test_another_run_or_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     fit_branch(small_net(), IMAGES, **SHORT, folder=tmp_path)
     with pytest.raises(CheckpointError, match=r"recipe\.lr: 0\.05 there, 0\.1 now"):

@@ -102,7 +102,7 @@ def test_the_robust_recipe_depends_on_the_data(tmp_path: Path) -> None:
     photographs = training.prepare(folder, "resnet18", size=32, recipe="robust").recipe
     paper = Recipe.imagenet()
     assert (photographs.method, photographs.schedule) == ("robust", "cosine")
-    for field in ("epochs", "batch", "weight_decay", "rotations"):
+    for field in ("epochs", "batch", "weight_decay", "views"):
         assert getattr(photographs, field) == getattr(paper, field)
 
 

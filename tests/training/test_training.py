@@ -60,11 +60,11 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 # The methods ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rotations", ["all", "random"])
+@pytest.mark.parametrize("views", ["all", "random"])
 @pytest.mark.parametrize("norm", ["group", "batch"])
-def test_joint_training_is_the_loop_written_out(norm: str, rotations: Any) -> None:
+def test_joint_training_is_the_loop_written_out(norm: str, views: Any) -> None:
     images, labels = pictures()
-    recipe = replace(SHORT, rotations=rotations, seed=5, weight=0.7)
+    recipe = replace(SHORT, views=views, seed=5, weight=0.7)
     trained = train(small_net(norm), images, labels, recipe)
 
     net = small_net(norm).train()
@@ -81,7 +81,7 @@ def test_joint_training_is_the_loop_written_out(norm: str, rotations: Any) -> No
             turned, turns = [], []
             chance = draws.purpose("rotation").integers(4).tolist()
             for image, turn in zip(batch, chance, strict=True):
-                for k in range(4) if rotations == "all" else [turn]:
+                for k in range(4) if views == "all" else [turn]:
                     turned.append(torch.rot90(image, k, (1, 2)))
                     turns.append(k)
             main = F.cross_entropy(net(batch), labels[chosen])
@@ -282,11 +282,20 @@ def test_the_learning_rate_is_torchs_multi_step_schedule(recipe: Recipe) -> None
 def test_recipes_are_the_papers() -> None:
     group, batch, imagenet = Recipe.cifar(), Recipe.cifar("batch"), Recipe.imagenet()
     assert (group.epochs, group.drops, group.batch, group.lr) == (150, (75, 125), 128, 0.1)
-    assert (group.momentum, group.weight_decay, group.rotations, group.weight) == (0.9, 5e-4, "all", 1.0)
+    assert (group.momentum, group.weight_decay, group.views, group.weight) == (0.9, 5e-4, "all", 1.0)
     assert (batch.epochs, batch.drops) == (75, (50, 65))
     assert (imagenet.epochs, imagenet.drops, imagenet.batch) == (90, (30, 60), 256)
-    assert (imagenet.weight_decay, imagenet.rotations) == (1e-4, "random")
+    assert (imagenet.weight_decay, imagenet.views) == (1e-4, "random")
     assert (group.epsilon * 2, group.attack_lr * 2, group.attack_steps) == (16 / 255, 4 / 255, 7)
+
+
+def test_a_recipe_is_described_as_in_earlier_runs() -> None:
+    """Or they could not be resumed."""
+    assert Recipe(views="random", precision="tf32").describe() == {
+        "method": "joint", "epochs": 150, "batch": 128, "lr": 0.1, "drops": [75, 125], "momentum": 0.9,
+        "weight_decay": 0.0005, "weight": 1.0, "rotations": "random", "seed": 0, "precision": "tf32", "pairing": 0.5,
+        "epsilon": 8 / 255, "attack_steps": 7, "attack_lr": 2 / 255, "task": None,
+    }  # fmt: skip
 
 
 def test_a_schedule_stretches_with_its_epochs() -> None:
@@ -301,7 +310,7 @@ def test_a_schedule_stretches_with_its_epochs() -> None:
     ("field", "value"),
     [
         ("method", "both"), ("epochs", 0), ("batch", 0), ("lr", 0.0), ("lr", float("nan")), ("momentum", 1.0),
-        ("weight_decay", -1.0), ("weight", float("inf")), ("drops", (5, 3)), ("drops", (0,)), ("rotations", "two"),
+        ("weight_decay", -1.0), ("weight", float("inf")), ("drops", (5, 3)), ("drops", (0,)), ("views", "two"),
         ("epsilon", -0.1), ("attack_steps", 0), ("pairing", -1.0), ("precision", "half"),
         ("schedule", "linear"), ("consistency", -1.0), ("severity", 0.0),
     ],

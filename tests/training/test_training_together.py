@@ -81,9 +81,9 @@ def test_seeds_side_by_side_are_the_seeds_alone(norm: Any, method: Any) -> None:
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
-@pytest.mark.parametrize("rotations", ["all", "random"])
-def test_targets_side_by_side_are_the_targets_alone(rotations: Any, norm: Any) -> None:
-    recipe = replace(SHORT, method="uda", rotations=rotations, lr=0.002)  # great steps make much of a last bit
+@pytest.mark.parametrize("views", ["all", "random"])
+def test_targets_side_by_side_are_the_targets_alone(views: Any, norm: Any) -> None:
+    recipe = replace(SHORT, method="uda", views=views, lr=0.002)  # great steps make much of a last bit
     targets = [pictures(11, seed=3)[0], pictures(40, seed=4)[0].flip(0), pictures(5, seed=5)[0]]
     start = train(network(norm), *pictures(), replace(SHORT, epochs=1, drops=()))
     together = train_together([copy.deepcopy(start) for _ in targets], *pictures(), recipe, targets=targets)

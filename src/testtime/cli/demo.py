@@ -18,10 +18,11 @@ IsQuick = Annotated[bool, Option("--quick", help="A rough version that takes sec
 def demo(out: Out = Path("demo"), epochs: Epochs = None, seed: Seed = 0, quick: IsQuick = False) -> None:
     """Train on the bundled digits, shift the test digits, adapt, and write a page.
 
-    Needs no download and no GPU, and takes one to two minutes on two cores.
-    OUT/index.html is the page, OUT/network.safetensors the network, OUT/run has
-    a record of every digit, and OUT/summary.json the summary. Run the same
-    command again to resume after an interruption.
+    A second network, trained on classes only, is made adaptable as by testtime
+    fit-branch. Needs no download and no GPU, and takes one to two minutes on two
+    cores. OUT/index.html is the page, OUT/network.safetensors the first network,
+    OUT/run has a record of every digit, and OUT/summary.json the summary. Run
+    the same command again to resume after an interruption.
 
     Example:
       testtime demo --out demo

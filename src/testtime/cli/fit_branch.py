@@ -139,16 +139,15 @@ def fit_branch(
         raise typer.BadParameter("only --joint accepts it.", param_hint="--distillation")
 
     from testtime import training
-    from testtime.data import DataError
     from testtime.data.held_out import hold_out_images
-    from testtime.networks import CheckpointError
+    from testtime.storage import FileError
 
     folder = out or name_folder("fit-branch", context.params)
     reading: dict[str, Any] = {"root": data_root, "cache": cache, "on_bad": on_bad_image}
     options: dict[str, Any] = {"epochs": epochs, "optimizer": optimizer, "lr": lr, "batch": batch, "seed": seed}
     options |= {"weight_decay": weight_decay, "patience": patience, "joint": joint, "distillation": distillation}
     options |= {"precision": precision, "start": "copy" if copy else "own"}
-    with as_bad_arguments(DataError, CheckpointError):
+    with as_bad_arguments(FileError):
         training.BranchRecipe(**options)
         _, net = open_network(checkpoint, weights, classes, True, pick_device(device))
         with progress("decode") as report:

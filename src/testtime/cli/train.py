@@ -31,8 +31,8 @@ Data = Annotated[str, Option(help="digits (bundled), cifar10, cifar100, imagenet
 TrainingMethod = Annotated[
     Literal["joint", "plain", "alp", "uda"],
     Option(
-        help="joint: classes and rotations, required for adaptation; plain: classes only; "
-        "alp: adversarial logit pairing; uda: joint, with rotations of --target."
+        help="joint: classes and the self-supervised task, required for adaptation; plain: classes only; "
+        "alp: adversarial logit pairing; uda: joint, with the task on --target too."
     ),
 ]
 RecipeName = Annotated[
@@ -106,10 +106,10 @@ Batch = Annotated[
         rich_help_panel=RECIPE,
     ),
 ]
-Rotations = Annotated[
+Views = Annotated[
     Literal["all", "random"] | None,
     Option(
-        help="Rotations of each image: all four, or one at random.",
+        help="Views of each image in the self-supervised task: all, e.g. four rotations, or one at random.",
         show_default="all; imagenet random",
         rich_help_panel=RECIPE,
     ),
@@ -185,7 +185,7 @@ def train(
     lr: Lr = None,
     weight_decay: WeightDecay = None,
     batch: Batch = None,
-    rotations: Rotations = None,
+    views: Views = None,
     consistency: Consistency = None,
     severity: Severity = None,
     seed: Seed = 0,
@@ -229,7 +229,7 @@ def train(
     architecture |= {"area": crop_area, "recipe": recipe or "paper"}
     reading: dict[str, Any] = {"root": data_root, "hold_out": hold_out, "limit": limit, "cache": cache}
     reading["on_bad"] = on_bad_image
-    changes: dict[str, Any] = {"lr": lr, "batch": batch, "weight_decay": weight_decay, "rotations": rotations}
+    changes: dict[str, Any] = {"lr": lr, "batch": batch, "weight_decay": weight_decay, "views": views}
     changes |= {"consistency": consistency, "severity": severity, "precision": precision}
     changes["method"] = None if recipe == "robust" else method
     with training.process_group(pick_device(device)) as local:

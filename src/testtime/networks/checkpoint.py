@@ -44,7 +44,8 @@ def load(source: str | Path, net: YNet | None = None) -> YNet:
     path = find_checkpoint(source)
     card, tensors, statistics = read_parts(path)
     if net is None and not card.architecture:
-        raise CheckpointError(path, "a network with a custom model", "build it as `net` and call load(…, net)")
+        remedy = "build it as `net` and call load(…, net), or pass -m MODEL --weights FILE"
+        raise CheckpointError(path, "a network with a custom model", remedy)
     try:
         if net is None:
             net = _build(card, tensors)

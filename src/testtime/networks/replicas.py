@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -36,15 +36,23 @@ Statistics = Literal["running", "source", "batch"]
 PARTS: tuple[Part, ...] = ("encoder", "classifier", "ssl")
 
 
+class ReplicaError(ValueError):
+    """A network of which several replicas cannot be computed together."""
+
+
 class Replicas:
     """S copies of a `YNet`, computed together.
 
     Args:
-        net: The network to copy; it is not changed and shares no memory with the copies.
+        net: The network to copy; it is not changed. Parts that are not replicated use its parameters.
         count: Number of replicas, S.
         parts: The parts to replicate; the others are shared by all replicas.
         example: At least two images `(N, C, H, W)` of the expected size, to test the replicas against the network.
         dtype: The dtype of the computation; parameters and updates stay float32.
+        layers: Names of the layers to replicate in these parts; the others are shared by all replicas. None: all.
+
+    Raises:
+        ReplicaError: The network's code cannot compute several replicas together.
     """
 
     def __init__(
@@ -54,10 +62,12 @@ class Replicas:
         parts: Sequence[Part] = PARTS,
         example: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
+        layers: Collection[str] | None = None,
     ) -> None:
         if count < 1:
             raise ValueError(f"`count` must be at least 1, got {count}.")
-        self._given = net, count, parts, example, dtype
+        self._given = net, count, parts, example, dtype, layers
+        self.net, self.example = net, example
         self.count, self.dtype = count, dtype
         self._mean, self._std = net.mean.clone(), net.std.clone()
         self._known = type(net).normalise is YNet.normalise
@@ -68,13 +78,13 @@ class Replicas:
             own = getattr(net, name)
             if own is None:  # no self-supervised branch
                 continue
-            module = copy.deepcopy(own).eval().requires_grad_(False)
+            module = _copy(own, shares=name not in parts).eval()
             given = inputs
             if name == "encoder" and given is not None:
-                with torch.no_grad():
-                    inputs = module(given)  # of the two branches
+                inputs = _encode(module, given)  # of the two branches
             if name in parts:
-                self.parts[name] = _replicate(module, count, given, name)
+                chosen = None if layers is None else _find_ids(module, name, layers)
+                self.parts[name] = _replicate(module, count, given, name, chosen)
             else:
                 self.parts[name] = _share(module, count, given, dtype)
         modules = [module for part in self.parts.values() for module in part.modules()]
@@ -83,7 +93,8 @@ class Replicas:
         for name in parts:
             inner = self.parts[name].inner
             for key, tensor in [*inner.named_parameters(), *inner.named_buffers()]:
-                self.tensors[f"{name}.{key}"] = tensor
+                if layers is None or f"{name}.{key}".rpartition(".")[0] in layers:
+                    self.tensors[f"{name}.{key}"] = tensor
         for name, buffer in net.named_buffers():
             if name in self.tensors:
                 self.tensors[name].copy_(buffer)  # the example may have changed it
@@ -198,6 +209,28 @@ def put_rows(piece: Tensor, old: Tensor, rows: Tensor) -> None:
         piece.copy_(torch.where(rows.view(-1, *[1] * (piece.dim() - 1)), old, piece))
 
 
+def _copy(module: nn.Module, shares: bool) -> nn.Module:
+    """Return a copy without gradients of a module, optionally with parameters in the same memory."""
+    memo = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()} if shares else {}
+    return copy.deepcopy(module, memo).requires_grad_(False)
+
+
+@torch.no_grad()
+def _encode(encoder: nn.Module, images: Tensor) -> Tensor:
+    """Return the features of normalised images.
+
+    Raises:
+        ValueError: The encoder does not accept images of this size.
+    """
+    try:
+        return encoder(images)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, AssertionError) as error:
+        reason = next((line for line in str(error).splitlines() if line), type(error).__name__)
+        raise ValueError(f"The network does not accept images {tuple(images.shape[1:])}: {reason}") from error
+
+
 def _copy_normalisation(net: YNet) -> YNet:
     """Return a network without layers that normalises as another one does."""
     made = YNet(nn.Identity(), nn.Identity(), nn.Identity(), net.card)
@@ -221,9 +254,9 @@ class _Plain(nn.Module):
 class _Stacked(nn.Module):
     """A part that processes the concatenated batches of its replicas."""
 
-    def __init__(self, module: nn.Module, count: int) -> None:
+    def __init__(self, module: nn.Module, count: int, own: Collection[int] | None = None) -> None:
         super().__init__()
-        self.inner = stack_layers(module, Stacking(count))
+        self.inner = stack_layers(module, Stacking(count, own))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(_join(x)).unflatten(0, x.shape[:2])
@@ -288,14 +321,21 @@ def _make_contiguous(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ..
     return None if inputs[0].requires_grad else (inputs[0].contiguous(), *inputs[1:])
 
 
-def _stack_tensors(module: nn.Module, count: int) -> nn.Module:
-    """Stack all parameters and buffers of a module, in place."""
+def _stack_tensors(module: nn.Module, count: int, layers: Collection[str] | None = None) -> nn.Module:
+    """Stack the parameters and buffers of a module, or of some of its layers, in place."""
     stack = Stacking(count)
-    for layer in module.modules():
+    for owner, layer in module.named_modules():
+        if layers is not None and owner not in layers:
+            continue
         for tensors in (layer._parameters, layer._buffers):
             for name, tensor in tensors.items():
                 tensors[name] = stack(tensor)
     return module
+
+
+def _find_ids(module: nn.Module, part: str, layers: Collection[str]) -> set[int]:
+    """Return the ids of a part's layers with the given names in the network."""
+    return {id(layer) for name, layer in module.named_modules() if (f"{part}.{name}" if name else part) in layers}
 
 
 def _find_caching(module: nn.Module) -> list[nn.Module]:
@@ -316,10 +356,16 @@ def _clear_caches(layers: list[nn.Module]) -> None:
 class _Mapped(nn.Module):
     """A part whose replicas run in `torch.func.vmap`."""
 
-    def __init__(self, module: nn.Module, count: int) -> None:
+    def __init__(self, module: nn.Module, count: int, own: Collection[int] | None = None) -> None:
         super().__init__()
         self.template = [module]  # in a list, to hide it from nn.Module: its tensors are placeholders
-        self.inner = _stack_tensors(copy.deepcopy(module), count)
+        layers = [name for name, layer in module.named_modules() if own is None or id(layer) in own]
+        self.inner = _stack_tensors(copy.deepcopy(module), count, layers)
+        self._axes = {
+            f"{owner}.{name}" if owner else name: 0 if owner in layers else None
+            for owner, layer in module.named_modules()
+            for name in (*layer._parameters, *layer._buffers)
+        }
         self._caching = _find_caching(module)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -339,7 +385,8 @@ class _Mapped(nn.Module):
 
         _clear_caches(self._caching)
         with plain_attention():
-            return vmap(one, randomness="different")(state, x.contiguous())
+            axes = {name: self._axes[name] for name in state}
+            return vmap(one, in_dims=(axes, 0), randomness="different")(state, x.contiguous())
 
 
 @contextlib.contextmanager
@@ -362,18 +409,35 @@ def _share(module: nn.Module, count: int, inputs: Tensor | None, dtype: torch.dt
     return _Stacked(module, 1)
 
 
-def _replicate(module: nn.Module, count: int, inputs: Tensor | None, name: str) -> _Stacked | _Direct | _Mapped:
+def _replicate(
+    module: nn.Module, count: int, inputs: Tensor | None, name: str, own: Collection[int] | None
+) -> _Stacked | _Direct | _Mapped:
     if count == 1 and not is_accelerated(module, inputs):
         return _Direct(module)
     reason = find_unknown_layer(module)
     if reason is None and inputs is not None:
         reason = _find_difference(module, inputs, count=2)
     if reason is None:
-        return _Stacked(module, count)
+        return _Stacked(module, count, own)
     if count == 1:
         return _Direct(module)
     log.info("replicas of the %s go through vmap: %s", name, reason)
-    return _Mapped(module, count)
+    if inputs is not None:
+        _check_mapped(module, inputs, name)
+    return _Mapped(module, count, own)
+
+
+@torch.no_grad()
+def _check_mapped(module: nn.Module, inputs: Tensor, name: str) -> None:
+    try:
+        _Mapped(copy.deepcopy(module), 1)(inputs[None])
+    except RuntimeError as error:
+        reason = next((line for line in str(error).splitlines() if line), type(error).__name__)
+        raise ReplicaError(
+            f"Several replicas of the network's {name} cannot be computed together, for instance because its code "
+            "branches on values of a tensor. Compute them one by one: Episodic(…, parallel=1), "
+            f"Streams(…, together=1), or an Online for each stream. torch reports: {reason}"
+        ) from error
 
 
 @torch.no_grad()

@@ -12,15 +12,18 @@ those of the model, or a network file of the model, e.g. from `testtime fit-bran
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import re
 import sys
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from testtime.networks.checkpoint import load, read_checkpoint
 from testtime.networks.state_files import find_outputs, fit_state, is_network_file, read_state
@@ -58,11 +61,17 @@ class ModelSource:
 
 
 def parse_source(text: str) -> ModelSource | None:
-    """Parse the text of a model; None if it is a checkpoint file or the name of a bundled network."""
+    """Parse the text of a model; None if it is a checkpoint file or the name of a bundled network.
+
+    Raises:
+        ValueError: It is a Python file without a function.
+    """
     head, *rest = re.split(rf",({'|'.join(_OPTIONS)})=", text)
     kind, colon, name = head.partition(":")
     if not (colon and name and kind in _LIBRARIES):
         kind, name = "file", head
+        if head.endswith((".py", ".py:")):
+            raise ValueError(f"{text} names no function: pass FILE.py:FUNCTION.")
         if not re.fullmatch(r".+\.py:[^\W\d]\w*", head, re.DOTALL):
             return None
     return ModelSource(kind, name, **dict(zip(rest[::2], rest[1::2], strict=True)))
@@ -130,18 +139,24 @@ def _make_model(source: ModelSource, outputs: int | None, weights: str | None) -
         opened = _open_transformers if source.kind == "transformers" else _open_function
         model, about = opened(source)
         if weights is not None:
-            model.load_state_dict(fit_state(weights, model, read_state(weights)))
+            model.load_state_dict(fit_state(weights, model, _read_weights(weights)))
         return model, about
     if source.weights is None:
         raise ValueError(f"{source} has no weights: pass a file with --weights; nothing is downloaded.")
     model, about = make(source.name, outputs)
     if weights is not None:
-        state = read_state(weights)
+        state = _read_weights(weights)
         found = find_outputs(model, state) if outputs is None else None
         if found is not None:
             model, about = make(source.name, found)
         model.load_state_dict(fit_state(weights, model, state))
     return model, about
+
+
+def _read_weights(file: str) -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about a pickle that is refused anyway
+        return read_state(file)
 
 
 def _make_timm(name: str, outputs: int | None) -> tuple[nn.Module, dict[str, Any]]:
@@ -170,7 +185,8 @@ def _open_transformers(source: ModelSource) -> tuple[nn.Module, dict[str, Any]]:
     kind = library.AutoModelForImageClassification
     try:
         if source.weights is None:
-            model, found = kind.from_pretrained(folder, output_loading_info=True, **local)
+            with _without_bars(library.utils.logging):
+                model, found = kind.from_pretrained(folder, output_loading_info=True, **local)
             wrong = [*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])]
             if wrong:
                 raise ValueError(f"its weights do not fit it: {wrong[0]}")
@@ -186,6 +202,18 @@ def _open_transformers(source: ModelSource) -> tuple[nn.Module, dict[str, Any]]:
     if names and names != tuple(f"LABEL_{number}" for number in range(len(names))):
         about["classes"] = names
     return model.float(), about
+
+
+@contextlib.contextmanager
+def _without_bars(settings: Any) -> Iterator[None]:
+    """Turn the progress bars of transformers off, given its module of such settings."""
+    was_enabled = settings.is_progress_bar_enabled()
+    settings.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            settings.enable_progress_bar()
 
 
 def _open_function(source: ModelSource) -> tuple[nn.Module, dict[str, Any]]:

@@ -7,7 +7,7 @@ one set to every B images. `kernels` replaces these implementations where it has
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -20,12 +20,24 @@ from testtime.networks.resnet import AddingConv2d, BatchNormReLU, GroupNormReLU,
 
 
 class Stacking:
-    """Stacks tensors of a module to `(S, *shape)`; a shared tensor stays shared."""
+    """Stacks tensors of a module to `(S, *shape)`; a shared tensor stays shared.
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    Args:
+        count: Number of replicas, S.
+        own: Ids of the layers of which every replica has its own; the others have a single row. None: all.
+    """
+
+    def __init__(self, count: int, own: Collection[int] | None = None) -> None:
+        self.count, self._own = count, own
+        self._shared = self if own is None else Stacking(1)
         self.made: dict[int, tuple[Tensor, Any]] = {}
         self.layers: dict[int, tuple[nn.Module, nn.Module]] = {}
+
+    def choose(self, layer: nn.Module) -> Stacking:
+        """Return the stacking of a layer's tensors."""
+        if self._own is None or type(layer) is PreActivationBlock:  # a block chooses for each of its layers
+            return self
+        return self if any(id(part) in self._own for part in layer.modules()) else self._shared
 
     def __call__(self, tensor: Tensor | None) -> Any:
         if tensor is None:
@@ -78,7 +90,7 @@ class _GroupNorm(nn.Module):
 
     def fork(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the result and x, so that the backward pass can fuse the sum of both gradients."""
-        forked = kernels.take_over("fork_group_norm", x, self.form)
+        forked = None if self._forward_hooks else kernels.take_over("fork_group_norm", x, self.form)
         return (self(x), x) if forked is None else forked
 
 
@@ -174,7 +186,7 @@ class _Branch(nn.Sequential):
         *body, pool, flatten, linear = self
         for layer in body:
             x = layer(x)
-        if isinstance(linear, Linear) and not linear._forward_pre_hooks:
+        if isinstance(linear, Linear) and not (linear._forward_pre_hooks or linear._forward_hooks):
             y = kernels.take_over("pool_linear", x, linear.weight, linear.bias)
             if y is not None:
                 return y
@@ -195,9 +207,10 @@ class _PreActivationBlock(nn.Module):
         return self.conv2(self.norm2(self.conv1(y)), self.shortcut(x))
 
     def convolutions(self) -> list[Convolution]:
-        """Return its convolutions with the norms before them; none unless those are GroupNorm."""
+        """Return its convolutions with the norms before them; none unless those are GroupNorm without hooks."""
         pairs: list[tuple[Any, Any]] = [(self.norm1, self.conv1), (self.norm2, self.conv2)]
-        return [Convolution(conv.weight, norm.form, conv.form) for norm, conv in pairs if isinstance(norm, _GroupNorm)]
+        plain = ((norm, conv) for norm, conv in pairs if isinstance(norm, _GroupNorm) and not norm._forward_hooks)
+        return [Convolution(conv.weight, norm.form, conv.form) for norm, conv in plain]
 
 
 class _Blocks(nn.Sequential):
@@ -207,7 +220,9 @@ class _Blocks(nn.Sequential):
         first, *_ = blocks = [block for block in self if isinstance(block, _PreActivationBlock)]
         strided = not isinstance(first.shortcut, nn.Identity)
         layers = [layer for block in blocks for layer in block.convolutions()]
-        chain = kernels.find("convolve_chain", x, layers[strided:]) if len(layers) == 2 * len(blocks) else None
+        rows = {len(tensor) for layer in layers if layer.norm for tensor in (layer.weight, layer.norm.weight)}
+        fits = len(layers) == 2 * len(blocks) and len(rows) == 1
+        chain = kernels.find("convolve_chain", x, layers[strided:]) if fits else None
         if chain is None:
             return super().forward(x)
         if strided:
@@ -328,7 +343,7 @@ def stack_layers(module: nn.Module, stack: Stacking) -> nn.Module:
     """Replace every layer with parameters by its stacked form; all other code is unchanged."""
     if type(module) in _STACKED:
         if id(module) not in stack.layers:
-            stack.layers[id(module)] = module, _STACKED[type(module)](module, stack).eval()
+            stack.layers[id(module)] = module, _STACKED[type(module)](module, stack.choose(module)).eval()
         return stack.layers[id(module)][1]
     if _is_group(module):
         return _Blocks(OrderedDict((name, stack_layers(child, stack)) for name, child in module.named_children()))

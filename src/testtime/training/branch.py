@@ -105,17 +105,22 @@ def fit_branch(
         measured = None if held_out is None else Pool("hold_out", held_out, None, device)
         if measured is not None and measured.shape != source.shape:
             raise ValueError(f"`hold_out` images must have shape {source.shape}, got {measured.shape}.")
-        if net.ssl is None or start == "copy":
-            _copy_classifier(net, source.example, seed)
-        training = BranchTraining(net, recipe, source, measured)
-        configuration = {
-            "recipe": recipe.describe(),
-            "network": given,
-            "task": training.task.name,
-            "data": source.description,
-            "held_out": None if measured is None else measured.description,
-        }
-        _train(training, configuration, None if folder is None else Path(folder), progress)
+        branch = net.ssl
+        try:
+            if net.ssl is None or start == "copy":
+                _copy_classifier(net, source.example, seed)
+            training = BranchTraining(net, recipe, source, measured)
+            configuration = {
+                "recipe": recipe.describe(),
+                "network": given,
+                "task": training.task.name,
+                "data": source.description,
+                "held_out": None if measured is None else measured.description,
+            }
+            _train(training, configuration, None if folder is None else Path(folder), progress)
+        except BaseException:  # such as a folder of another run
+            net.ssl = branch
+            raise
     return net
 
 

@@ -90,7 +90,9 @@ class BranchTraining:
             self._buffers[name].copy_(value)
         if self.recipe.optimizer == "adamw":
             for tensor in moved:
-                self.optimizer.state[tensor]["step"] = torch.tensor(float(self.steps), dtype=torch.float32)
+                self.optimizer.state[tensor]["step"] = torch.tensor(
+                    float(self.steps), dtype=torch.float32, device="cpu"
+                )
 
     def _replica_fits(self) -> bool:
         count = sum(1 for part in self.parts for _ in getattr(self.net, part).parameters())
@@ -243,7 +245,7 @@ class BranchTraining:
         state = {f"network/{name}": tensor.detach() for name, tensor in self._trained().items()}
         state |= {f"best/{name}": tensor for name, tensor in self.best.items()}
         state |= {f"optimizer/{name}": tensor for name, tensor in self._buffers.items()}
-        return state | {"steps": torch.tensor(self.steps, dtype=torch.int64)}
+        return state | {"steps": torch.tensor(self.steps, dtype=torch.int64, device="cpu")}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Load a state, before `begin`.
@@ -256,7 +258,7 @@ class BranchTraining:
         buffers = {f"{key}/{name}": tensor for key in keys for name, tensor in self.parameters.items()}
         groups = {"network/": trained, "optimizer/": buffers, "best/": {} if self.held_out is None else trained}
         wanted = {prefix + name: tensor for prefix, group in groups.items() for name, tensor in group.items()}
-        compare_tensors(state, wanted | {"steps": torch.zeros((), dtype=torch.int64)})
+        compare_tensors(state, wanted | {"steps": torch.zeros((), dtype=torch.int64, device="cpu")})
         if not 0 < int(state["steps"]) < 2**53:
             raise ValueError(f"the number of steps is {int(state['steps'])}")
 

@@ -31,7 +31,7 @@ class Recipe:
         momentum: Momentum of SGD.
         weight_decay: Weight decay, on all parameters.
         weight: Weight of the self-supervised losses ("joint", "robust", "uda").
-        rotations: "all": all four rotations of each image; "random": one random rotation of each.
+        views: "all": every view of an image in the task, e.g. all four rotations; "random": one drawn at random.
         seed: Seed of shuffling, augmentation and attacks.
         precision: "fp32" is exact; "tf32" and "bf16" are faster on a GPU. Parameters and their updates remain float32.
         pairing: Weight of the distance between clean and adversarial logits ("alp").
@@ -52,7 +52,7 @@ class Recipe:
     momentum: float = 0.9
     weight_decay: float = 5e-4
     weight: float = 1.0
-    rotations: Literal["all", "random"] = "all"
+    views: Literal["all", "random"] = "all"
     seed: int = 0
     precision: Precision = "fp32"
     pairing: float = 0.5
@@ -68,8 +68,8 @@ class Recipe:
         object.__setattr__(self, "drops", tuple(self.drops))
         if self.method not in get_args(LossName):
             raise ValueError(f"`method` must be one of {', '.join(get_args(LossName))}, got {self.method!r}.")
-        if self.rotations not in ("all", "random"):
-            raise ValueError(f'`rotations` must be "all" or "random", got {self.rotations!r}.')
+        if self.views not in ("all", "random"):
+            raise ValueError(f'`views` must be "all" or "random", got {self.views!r}.')
         if self.schedule not in get_args(Schedule):
             raise ValueError(f'`schedule` must be "steps" or "cosine", got {self.schedule!r}.')
         check_precision(self.precision)
@@ -99,7 +99,7 @@ class Recipe:
     @staticmethod
     def imagenet(**changes: Any) -> Recipe:
         """The paper's recipe for ImageNet: 90 epochs, batches of 256, one random rotation per image."""
-        base = Recipe(epochs=90, batch=256, drops=(30, 60), weight_decay=1e-4, rotations="random")
+        base = Recipe(epochs=90, batch=256, drops=(30, 60), weight_decay=1e-4, views="random")
         return replace(base, **changes)
 
     @staticmethod
@@ -134,6 +134,7 @@ class Recipe:
     def describe(self) -> dict[str, Any]:
         """Return the recipe as JSON-serializable data, for records and comparisons."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain["rotations"] = plain.pop("views")  # the key of earlier versions, whose runs resume only if it is the same
         if self.method != "robust":
             del plain["consistency"], plain["severity"]
         if self.schedule == "steps":

@@ -195,7 +195,7 @@ def _choose_recipe(name: str, data: str, builder: Builder, norm: Literal["group"
         return Recipe.cifar(norm, seed=seed) if name == "paper" else Recipe.robust(seed=seed)
     if name == "paper":
         return paper
-    fields = ("epochs", "batch", "weight_decay", "rotations", "seed")  # what depends on the amount of data
+    fields = ("epochs", "batch", "weight_decay", "views", "seed")  # what depends on the amount of data
     return Recipe.robust(**{field: getattr(paper, field) for field in fields})
 
 

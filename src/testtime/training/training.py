@@ -44,7 +44,7 @@ class Training:
         self.augment = augmentations.make(net.card.augment)
         self.task: Task = recipe.task or tasks.make(net.card.task)
         if recipe.task is None and isinstance(self.task, Rotation):
-            self.task = Rotation(each=recipe.rotations)
+            self.task = Rotation(each=recipe.views)
         self.batch = min(recipe.batch, source.count)
         self.steps = source.count // self.batch
         if self.batch % world():
