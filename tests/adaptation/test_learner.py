@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from models import VisionTransformer
-from testtime import CropFlip, Rotation, resnet26, split
+from testtime import CropFlip, Online, Rotation, resnet26, split
 from testtime.adaptation.learner import Learner
 from testtime.adaptation.methods import METHODS
 from testtime.adaptation.recorder import run
@@ -173,6 +173,44 @@ def test_finite_is_asked_of_each_row(learner: Learner, bad: float) -> None:
 def test_opposite_infinities_are_not_finite(learner: Learner) -> None:
     learner.replicas.packed.numbers[2, :2] = torch.tensor([float("inf"), float("-inf")])
     assert learner.is_finite().tolist() == [True, True, False, True]
+
+
+def test_values_that_were_never_finite_do_not_count() -> None:
+    net = network("resnet26")
+    net.encoder.register_buffer("mask", torch.tensor([[0.0, float("-inf")], [0.0, 0.0]]))
+    learner = make_learner(net, statistics="source")
+    before = rows(learner)
+    learn(learner)
+    assert not any(equal(old, new) for old, new in zip(before, rows(learner), strict=True))
+    assert learner.is_finite().tolist() == [True] * COUNT
+    mask = learner.replicas.tensors["encoder.mask"]
+    mask[1, 0, 1] = float("nan")  # was -inf
+    mask[2, 1, 1] = float("nan")
+    assert learner.is_finite().tolist() == [True, True, False, True]
+
+
+def test_a_state_may_be_not_finite_only_where_the_network_is() -> None:
+    net = network("resnet26")
+    net.encoder.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    stream, other = (Online(net, copies=2, statistics="source") for _ in range(2))
+    stream.predict(torch.rand(2, 3, 16, 16))
+    state = stream.state_dict()
+    other.load_state_dict(state)
+    assert other.seen == 2
+    name = next(name for name, tensor in state.items() if name.endswith("conv1.weight"))
+    with pytest.raises(ValueError, match=name):
+        other.load_state_dict(state | {name: state[name] * float("nan")})
+
+
+def test_a_reset_returns_to_the_original_network_whenever_it_comes(learner: Learner) -> None:
+    fresh = Learner(learner.net, COUNT, learner.method, learner.settings, learner.shape)
+    learner.reset(torch.tensor([True, False, True, False]))
+    same = [equal(one, two) for one, two in zip(without_memory(learner), without_memory(fresh), strict=True)]
+    assert same == [True, False, True, False]
+
+
+def without_memory(learner: Learner) -> list[dict[str, Tensor]]:
+    return [{key: value for key, value in row.items() if not key.startswith("optimizer/")} for row in rows(learner)]
 
 
 def test_a_learner_that_is_dropped_gives_its_memory_back_at_once() -> None:

@@ -340,6 +340,7 @@ def test_a_gated_stream_learns_only_from_what_passes() -> None:
     assert gated.adapted == free.adapted
 
 
+@pytest.mark.filterwarnings("ignore:The method .* needs several images")
 @pytest.mark.parametrize("name", LEARNING)
 def test_the_ends_of_the_threshold(name: str) -> None:
     net = network_for(name)
@@ -370,6 +371,7 @@ def test_a_shared_online_step_reports_only_the_images_it_learned_from() -> None:
     assert adapter.adapted == 3
 
 
+@pytest.mark.filterwarnings("ignore:The method .* needs several images")
 @pytest.mark.parametrize(
     ("name", "lr"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from testtime import Adapter, Episodic, Online, Streams, resnet26
+from testtime import Adapter, Episodic, Online, Streams, kernels, resnet26
 from testtime.adaptation import recorder
 from testtime.adaptation.learner import Learner
 from testtime.kernels import graphs
@@ -94,6 +95,8 @@ def test_a_recorded_episode_reads_nothing_that_is_gone(name: str, monkeypatch: p
     for module in (graphs, recorder):
         monkeypatch.setattr(module, "Captured", Remembered)
     monkeypatch.setattr("testtime.adaptation.learner.can_record", lambda device: True)
+    tuning = replace(kernels.tuning(torch.device("cpu")), waits=True)
+    monkeypatch.setattr(kernels, "tuning", lambda device: tuning)
     adapter = adapters()[name](resnet26(depth=8, size=16, seed=1).eval())
     adapter.predict(Draws.of(0, torch.arange(2)).uniform(3, 16, 16))
     gc.collect()

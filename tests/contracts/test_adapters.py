@@ -62,7 +62,10 @@ from testtime.adaptation.streams import Streams
 from testtime.randomness import Draws
 from testtime.storage import FileError
 
-pytestmark = pytest.mark.filterwarnings("ignore:The self-supervised branch is not trained")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The self-supervised branch is not trained"),
+    pytest.mark.filterwarnings("ignore:The method .* needs several images"),
+]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The contract

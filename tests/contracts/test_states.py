@@ -200,6 +200,23 @@ def test_what_is_no_file_is_refused(what: str, tmp_path: Path) -> None:
         used("online").load(f"{path}\0" if what == "a null byte" else path)
 
 
+@pytest.mark.parametrize("count", [-1, None])
+def test_a_count_of_updates_that_is_none_is_refused(count: int | None, tmp_path: Path) -> None:
+    def make() -> tt.Adapter:
+        return tt.Online(NET, method="tent", resets=5)
+
+    adapter = make()
+    adapter.predict(IMAGES)
+    state = adapter.state_dict()
+    assert state["learner/updates"].tolist() == [1]
+    changed = state | {"learner/updates": torch.tensor([count or 0])}
+    if count is None:
+        del changed["learner/updates"]
+    write_tensors(tmp_path / "state", changed, "testtime-adapter", {"format": 1})
+    with pytest.raises(FileError, match="updates"):
+        make().load(tmp_path / "state")
+
+
 def test_streams_of_another_number_are_refused(tmp_path: Path) -> None:
     used("streams").save(tmp_path / "state")
     with pytest.raises(FileError, match="state"):

@@ -40,7 +40,6 @@ def rows_of(text: str) -> list[list[str]]:
     return [[cell.strip(" *\\†") for cell in line.strip("|").split("|")] for line in text.splitlines() if line]
 
 
-@pytest.mark.slow
 def test_generated_parts_are_current(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """After new results: python docs/generate."""
     assert build.main(["--check"]) == 0
@@ -53,7 +52,6 @@ def test_generated_parts_are_current(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "docs/results.md" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(PINNED is None or version("matplotlib") != PINNED[1], reason="another matplotlib draws otherwise")
 def test_figures_are_current() -> None:
     """After new results: python docs/generate."""

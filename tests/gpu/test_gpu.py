@@ -23,12 +23,24 @@ from testtime.networks.replicas import Replicas
 from testtime.precision import arithmetic, check_precision
 from testtime.randomness import Draws
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:A stream of single images"),
+]
 MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
 
 
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full precision by default, since answers are compared with those of the CPU, and bit for bit."""
+    monkeypatch.setattr("testtime.adaptation.adapters.choose_precision", lambda device: "fp32")
+
+
 def network(norm: str = "group", depth: int = 14) -> YNet:
-    return resnet26(depth=depth, norm=norm, seed=1).eval()  # type: ignore[arg-type]
+    """As if trained jointly, so that statistics of Batch Normalization move."""
+    net = resnet26(depth=depth, norm=norm, seed=1).eval()  # type: ignore[arg-type]
+    return net.describe(record={"configuration": {}})
 
 
 def normals(*shape: int, seed: int = 0) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
@@ -60,11 +61,15 @@ def check(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
 
 
 SIZES = [(1, 1, 1), (1, 2, 3), (3, 5, 4), (2, 8, 8), (5, 4, 4), (2, 7, 16), (7, 9, 10), (32, 16, 16)]
+SHAPES = [
+    pytest.param(channels, *size, marks=pytest.mark.slow if channels * math.prod(size) > 10**6 else ())
+    for channels in CPU_CHANNELS
+    for size in SIZES
+]
 
 
 @needs_compiler
-@pytest.mark.parametrize("channels", CPU_CHANNELS)
-@pytest.mark.parametrize(("images", "height", "width"), SIZES)
+@pytest.mark.parametrize(("channels", "images", "height", "width"), SHAPES)
 @pytest.mark.parametrize("form", ["plain", "plus", "norm", "norm and plus"])
 def test_convolution_and_its_gradients(channels: int, images: int, height: int, width: int, form: str) -> None:
     count = 2
@@ -335,7 +340,7 @@ def test_there_is_no_second_derivative() -> None:
 @needs_compiler
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are kinds of x86-64")
-@pytest.mark.parametrize("kind", ["x86-64-v2", "x86-64-v3"])
+@pytest.mark.parametrize("kind", [pytest.param("x86-64-v2", marks=pytest.mark.slow), "x86-64-v3"])
 def test_processors_of_narrower_vectors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "x86-64-v3" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("this processor has no AVX2")

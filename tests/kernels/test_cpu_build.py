@@ -200,13 +200,18 @@ def test_without_a_place_to_store_them_kernels_are_compiled_all_the_same(
     assert works()
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.fixture(scope="module")
+def expected() -> Tensor:
+    """The answers of the kernels, compiled before a test has a cache of its own."""
+    build._loaded.cache_clear()
+    return answers()
+
+
 @pytest.mark.parametrize("how", ["asked", "no compiler", "failing compiler"])
 def test_without_kernels_torch_answers(
-    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = answers()
-    build._loaded.cache_clear()
+    expected: Tensor, fresh: None, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     if how == "asked":
         monkeypatch.setenv("TESTTIME_KERNELS", "off")
     elif how == "no compiler":
@@ -231,8 +236,15 @@ def test_without_kernels_torch_answers(
 
 @needs_compiler
 @pytest.mark.usefixtures("fresh")
-def test_processes_that_begin_at_once_do_not_spoil_each_other(tmp_path: Path) -> None:
-    code = "from testtime.kernels.cpu import build; raise SystemExit(not build.available())"
+@pytest.mark.parametrize("source", ["nothing", pytest.param("kernels", marks=pytest.mark.slow)])
+def test_processes_that_begin_at_once_do_not_spoil_each_other(source: str, request: pytest.FixtureRequest) -> None:
+    if source == "nothing":
+        request.getfixturevalue("quick")
+    parts = [str(part) for part in build._PARTS]
+    code = f"""from pathlib import Path
+from testtime.kernels.cpu import build
+build.SOURCE, build._PARTS = Path({str(build.SOURCE)!r}), [Path(part) for part in {parts}]
+raise SystemExit(not build.available())"""
     started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
     assert [process.wait(120) for process in started] == [0, 0, 0]
     assert [path.suffix for path in cached_libraries()] == [".so"]

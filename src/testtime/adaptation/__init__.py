@@ -1,7 +1,7 @@
 """Adaptation at test time: the method, its objectives, and the adapters.
 
 method.py         observe, learn, observe again
-objectives.py     losses on unlabelled images; corrections.py: methods without gradients
+objectives/       losses on unlabelled images; corrections.py: methods without gradients; adam.py: Adam for replicas
 methods.py        METHODS: objectives and settings by name
 settings.py       settings of an adapter; guard.py: which images to learn from, and which updates to undo
 selection.py      which parameters and statistics learn; safe defaults and warnings

@@ -38,13 +38,16 @@ from testtime.adaptation.recorder import run, run_each
 from testtime.adaptation.selection import (
     choose_statistics,
     select_parameters,
+    warn_about_batch,
+    warn_about_batch_norm,
     warn_about_branch,
     warn_about_statistics,
 )
 from testtime.adaptation.settings import document_settings
 from testtime.adaptation.source import Source
 from testtime.adaptation.state import Stateful
-from testtime.networks.ynet import YNet
+from testtime.networks.replicas import ReplicaError
+from testtime.networks.ynet import YNet, check_task
 from testtime.precision import Precision, arithmetic, choose_precision
 from testtime.tasks import Task
 
@@ -68,23 +71,31 @@ class Adapter(Stateful):
     def __init__(self, net: YNet, method: str | Method, mode: Mode, settings: Mapping[str, Any]) -> None:
         _check_network(net)
         method = find_method(method)
-        _check_branch(net, method)
+        _check_needs(net, method)
         given = method.make_settings(mode, settings)
+        task = given.task or tasks.make(net.card.task)
+        if method.needs_branch:
+            check_task(net, task)
         super().__init__(net)
         self.method = method
         self.settings = replace(
             given,
             statistics=given.statistics or choose_statistics(net, given),
             precision=given.precision or choose_precision(self.device),
-            task=given.task or tasks.make(net.card.task),
+            task=task,
             augment=given.augment or augmentations.make(net.card.augment),
         )
         self._sources: dict[tuple[int, ...], Source] = {}
+        self._warned = False  # about batches of one image
+        if "batchnorm" in method.needs:
+            warn_about_batch_norm(net, method.name)
         if given.steps:
+            if given.update == "none" and method.settings.get("update") != "none":
+                raise ValueError(f'`update` must select parameters for the method {method.name!r}, got "none".')
             select_parameters(net, given.update)  # raises if there are none
             if method.needs_branch:
                 warn_about_branch(net)
-            if mode == "online":
+            if mode == "online" and method.settings.get("statistics") != "running":
                 warn_about_statistics(net, self.settings)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -104,6 +115,9 @@ class Adapter(Stateful):
         check_images(self._networks[0], images)
         if samples is not None:
             check_samples(samples, len(images))
+        if "batch" in self.method.needs and not self._warned and self._is_single(images):
+            self._warned = True
+            warn_about_batch(self.method.name)
         with self._lock, torch.inference_mode(False), torch.no_grad():
             numbers = self._number(images) if samples is None else samples
             with arithmetic(self.settings.precision or "fp32", self.device), self._all_or_nothing():
@@ -119,7 +133,11 @@ class Adapter(Stateful):
     def describe(self) -> dict[str, Any]:
         """Return method and settings, JSON-serializable."""
         # Records of version 0.1 have no method, only the settings of its presets.
-        named = {} if self.method in (METHODS["ttt"], METHODS["best"]) else {"method": self.method.name}
+        known = METHODS["ttt"], METHODS["best"]
+        named: dict[str, Any] = {} if self.method in known else {"method": self.method.name}
+        statistics = self._networks[0].statistics
+        if "statistics" in self.method.needs and statistics is not None:
+            named["collected"] = statistics.about.get("hash")  # of the images
         return named | self.settings.describe()
 
     def _identify(self) -> dict[str, str]:
@@ -130,16 +148,20 @@ class Adapter(Stateful):
         """Return the sample numbers of the next images."""
         return torch.arange(self.seen, self.seen + len(images), device=self.device)
 
+    def _is_single(self, images: Tensor) -> bool:
+        """Return whether images of a call are learned from or predicted one by one."""
+        return len(images) == 1 or (self.settings.steps > 0 and self.settings.share == "image")
+
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         raise TypeError("Adapter is a base class; use Fixed, Episodic or Online.")
 
-    def _unadapted(self, images: Tensor) -> Prediction:
-        """Return the predictions of the unadapted network."""
+    def _unadapted(self, images: Tensor, alone: bool = False) -> Prediction:
+        """Return the predictions of the unadapted network; `alone`: of each image as a batch of its own."""
         shape = tuple(images.shape[1:])
         if shape not in self._sources:
             self._sources.clear()
             self._sources[shape] = Source(self._networks[0], self.method, self.settings, shape)
-        return self._sources[shape].predict(images)
+        return self._sources[shape].predict(images, alone)
 
 
 def _check_network(net: YNet) -> None:
@@ -153,7 +175,12 @@ def _check_network(net: YNet) -> None:
         )
 
 
-def _check_branch(net: YNet, method: Method) -> None:
+def _check_needs(net: YNet, method: Method) -> None:
+    if "statistics" in method.needs and net.statistics is None:
+        raise ValueError(
+            f"`method` {method.name!r} needs statistics of training images, which the network does not have: "
+            "tt.collect(net, images) adds them."
+        )
     if method.needs_branch and net.ssl is None:
         others = ", ".join(name for name, one in METHODS.items() if not one.needs_branch)
         raise ValueError(
@@ -252,8 +279,15 @@ class Episodic(Adapter):
         if self.settings.share == "batch":
             learn_from(wanted[None])  # (1, B): one shared episode
         else:
-            most = self._choose_parallel(images[wanted])
-            run_fitting(most, attempt)
+            try:
+                most = self._choose_parallel(images[wanted])
+                run_fitting(most, attempt)
+            except ReplicaError as error:
+                if self.parallel != "auto":
+                    raise
+                log.info("episodes run one after another: %s", error)
+                self.parallel = most = 1
+                run_fitting(most, attempt)
         return prediction
 
     def _learner(self, count: int, shape: tuple[int, ...]) -> Learner:

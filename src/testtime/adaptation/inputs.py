@@ -24,6 +24,8 @@ def check_images(net: YNet, images: Tensor) -> None:
         raise ValueError(f"`images` must have {net.channels} channels, got {images.shape[1]}.")
     if images.dtype != torch.uint8 and not images.is_floating_point():
         raise ValueError(f"`images` must be uint8, or floats in [0, 1], got {images.dtype}.")
+    if images.is_meta:
+        raise ValueError("`images` must have values, got meta tensors.")
     net.check_range("images", images)
 
 

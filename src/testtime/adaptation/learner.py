@@ -12,8 +12,9 @@ from torch import Tensor
 
 from testtime.adaptation.methods import Method
 from testtime.adaptation.optimizers import StackedOptimizer
-from testtime.adaptation.selection import find_parts, select_parameters
+from testtime.adaptation.selection import find_layers, find_parts, select_parameters
 from testtime.adaptation.settings import Settings
+from testtime.kernels import possibly_any
 from testtime.kernels.graphs import Concurrent, Later, can_record
 from testtime.networks.replicas import Replicas, put_rows
 from testtime.networks.ynet import YNet
@@ -50,7 +51,8 @@ class Learner:
         # Random, since a constant image would not reveal faults of the replicas.
         example = Draws.of(0, torch.arange(2, device=device)).uniform(*shape)
         parts = find_parts(net, settings, method.needs_branch)
-        self.replicas = Replicas(net, count, parts, example, check_precision(settings.precision))
+        layers = find_layers(net, settings, parts)
+        self.replicas = Replicas(net, count, parts, example, check_precision(settings.precision), layers)
         self._use_statistics()
         parameters = {name: self.replicas.tensors[name] for name in select_parameters(net, settings.update)}
         for parameter in parameters.values():
@@ -60,24 +62,67 @@ class Learner:
         self.later = functools.partial(_start, self.replicas, self._side)
         """Starts a function that reads the replicas, concurrently if possible; the next update waits for it."""
         self.objective = method.objective(self.replicas, settings, self.later)
+        self._updates = torch.zeros(count, dtype=torch.int64, device=device)  # since the last reset
         self.pieces = [*self.replicas.pieces, *self.objective.state.values()]
-        self.origin = [piece.clone() for piece in self.pieces]
+        if settings.resets != "never":
+            self.pieces.append(self._updates)
+        self._ignored = [_find_not_finite(piece) for piece in self.pieces]
         self.optimizer = StackedOptimizer(settings, self.replicas.packed, parameters)
         self.all_rows = torch.ones(count, dtype=torch.bool, device=device)
         """Mask of all replicas, bool `(S,)`; stored because recorded graphs read it."""
+        self._before: Snapshot | None = None
         self.recordings: dict[Any, Any] = {}
         """Recorded episodes by image shape, see recorder.py."""
         self.eager = not (self.optimizer.flat and can_record(device))
         """Whether episodes run eagerly rather than from recordings."""
 
-    def descend(self, loss: Callable[[], Tensor]) -> None:
-        """Take one optimizer step on the loss that the given function computes."""
-        self.optimizer.step(loss, self._side.wait)
+    @functools.cached_property
+    def origin(self) -> list[Tensor]:
+        """The initial `pieces`; made when first needed, since most streams are never reset."""
+        return Learner(self.net, self.replicas.count, self.method, self.settings, self.shape).pieces
+
+    def descend(self, loss: Callable[[], Tensor], between: Callable[[], None] | None = None) -> None:
+        """Take one optimizer step on the loss that a function computes, except for replicas that the objective skips.
+
+        Args:
+            loss: Computes the loss.
+            between: Called between gradient and update.
+        """
+        good: list[Snapshot] = []
+
+        @torch.no_grad()
+        def prepare() -> None:
+            self._side.wait()
+            if between is not None:
+                between()
+            if self.objective.skipped is not None and possibly_any(self.objective.skipped):
+                good.append(self.snapshot())
+
+        self.optimizer.step(loss, prepare)
+        if good:
+            assert self.objective.skipped is not None
+            self.restore(good[0], self.objective.skipped)
+
+    def renew(self, updated: Tensor) -> None:
+        """Count an update of some replicas, bool `(S,)`, and reset those that are due by settings or objective."""
+        due = self.objective.expired()
+        if self.settings.resets != "never":
+            self._updates += updated
+            enough = self._updates >= self.settings.resets
+            due = enough if due is None else due | enough
+        if due is not None and possibly_any(due):
+            self.reset(due)
+
+    def prepare(self) -> None:
+        """Make what `renew` needs, which cannot be made while a graph is recorded."""
+        if self.settings.resets != "never" or self.objective.expired() is not None:
+            _ = self.origin
 
     def is_finite(self) -> Tensor:
-        """Return which replicas have only finite values, bool `(S,)`."""
-        numbers = [piece for piece in self.pieces if piece.is_floating_point()]
-        sums = [piece.flatten(1).sum(1) if piece.dim() > 1 else piece for piece in numbers]
+        """Return which replicas have only finite values where the original network has, bool `(S,)`."""
+        given = [pair for pair in zip(self.pieces, self._ignored, strict=True) if pair[0].is_floating_point()]
+        values = [piece if ignored is None else piece.masked_fill(ignored, 0) for piece, ignored in given]
+        sums = [piece.flatten(1).sum(1) if piece.dim() > 1 else piece for piece in values]
         return torch.stack(sums).isfinite().all(0)
 
     @torch.no_grad()
@@ -100,9 +145,15 @@ class Learner:
         return Snapshot([piece.clone() for piece in self.pieces], self.optimizer.snapshot())
 
     def make_undo(self) -> Callable[[], None]:
-        """Return a function that restores the current state."""
+        """Return a function that restores the current state. An episode must follow before anything else changes it."""
         good = self.snapshot()
+        self._before = good if self.eager else None
         return lambda: self.restore(good, self.all_rows)
+
+    def begin(self) -> Snapshot:
+        """Return a snapshot for an episode: that of `make_undo`, if this is the first episode since."""
+        before, self._before = self._before, None
+        return self.snapshot() if before is None else before
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot, rows: Tensor) -> None:
@@ -136,6 +187,8 @@ class Learner:
         for name, tensor in own.items():
             if name not in state or state[name].shape != tensor.shape or state[name].dtype != tensor.dtype:
                 raise ValueError(f"The state does not fit: tensor {name!r} is missing, or has another shape or type.")
+        if "updates" in own and (state["updates"] < 0).any():
+            raise ValueError("The state does not fit: 'updates' must not be negative.")
         memory = {name: tensor for name, tensor in state.items() if name not in own}
         for name in memory:
             if not name.startswith("optimizer/"):
@@ -150,14 +203,22 @@ class Learner:
         self.replicas.use_statistics(self.settings.statistics or "running")
 
     def _named(self) -> dict[str, Tensor]:
-        """Return the tensors of replicas and objective by name."""
-        return self.replicas.tensors | {f"objective/{name}": tensor for name, tensor in self.objective.state.items()}
+        """Return the tensors of replicas and objective by name, and the count of updates if there are resets."""
+        own = {} if self.settings.resets == "never" else {"updates": self._updates}
+        own |= {f"objective/{name}": tensor for name, tensor in self.objective.state.items()}
+        return self.replicas.tensors | own
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copied or pickled individually, parameters would no longer be views of one tensor. Bytes, since the shared
         # memory of tensors made here would be freed before a spawned process reads it.
         state = {name: tensor.cpu() for name, tensor in self.state().items()}
         return _remake, (self.net, self.replicas.count, self.method, self.settings, self.shape, save(state))
+
+
+def _find_not_finite(piece: Tensor) -> Tensor | None:
+    """Return a mask of the values that are not finite, such as the -inf of attention masks; None if all are finite."""
+    mask = ~piece.isfinite()
+    return mask if mask.any() else None
 
 
 def _remake(net: YNet, count: int, method: Method, settings: Settings, shape: tuple[int, ...], state: bytes) -> Learner:

@@ -36,7 +36,7 @@ def episode(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
         The predictions, `(S, B, ...)`.
     """
     settings, objective = learner.settings, learner.objective
-    good = learner.later(learner.snapshot)
+    good = learner.later(learner.begin)
     before = learner.later(objective.observe, images)  # concurrently with learning, unless the gate needs it
     wanted = learner.all_rows[:, None].expand_as(samples)  # (S, B)
     if settings.threshold < 1:
@@ -56,11 +56,12 @@ def episode(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
         raise
     if possibly_any(undone):
         learner.restore(good.result(), undone)
+    learner.renew(~undone)
     return prediction
 
 
 def learn(learner: Learner, images: Tensor, draws: Draws, weights: Tensor) -> None:
-    """Take one step on the objective's loss; the losses of the replicas are summed, which keeps them independent.
+    """Take one step on the objective's total; the losses of the replicas are summed, which keeps them independent.
 
     Args:
         learner: S replicas and their optimizer.
@@ -70,5 +71,5 @@ def learn(learner: Learner, images: Tensor, draws: Draws, weights: Tensor) -> No
     """
     objective = learner.objective
     with learner.replicas.learning():
-        objective.descend(learner.descend, lambda: (objective.loss(images, draws) * weights).sum())
+        objective.descend(learner.descend, lambda: objective.total(images, draws, weights))
     objective.update(draws)

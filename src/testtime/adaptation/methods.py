@@ -6,15 +6,35 @@ the adapter: a method works in every mode in which it makes sense.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import torch
+
+from testtime.adaptation.adam import Adam
 from testtime.adaptation.corrections import Correction, Lame
-from testtime.adaptation.objectives import Entropy, Objective, SelfSupervision, Teacher
+from testtime.adaptation.objectives import (
+    ActivationMatching,
+    AnchoredEntropy,
+    Entropy,
+    InformationMaximization,
+    LikelihoodRatio,
+    MarginalEntropy,
+    MovingStatistics,
+    Objective,
+    Prototypes,
+    ReliableEntropy,
+    RobustTeacher,
+    SelfSupervision,
+    SharpnessAwareEntropy,
+    Teacher,
+)
 from testtime.adaptation.settings import Settings
 
 Mode = Literal["fixed", "episodic", "online"]
+Need = Literal["branch", "batch", "statistics", "batchnorm"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +50,8 @@ class Method:
         mode: Its default mode.
         settings: Fields of `Settings` that differ from the defaults.
         episodic: Fields that override `settings` in episodic mode.
-        needs: Requirements: "branch", a trained self-supervised branch; "batch", several images per call.
+        needs: Requirements: "branch", a trained self-supervised branch; "batch", several images per call; "statistics",
+            those of training images, see `testtime.collect`; "batchnorm", layers of Batch Normalization.
     """
 
     name: str
@@ -41,7 +62,12 @@ class Method:
     mode: Mode = "online"
     settings: Mapping[str, Any] = field(default_factory=dict)
     episodic: Mapping[str, Any] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()
+    needs: tuple[Need, ...] = ()
+
+    def __post_init__(self) -> None:
+        for need in self.needs:
+            if need not in get_args(Need):
+                raise ValueError(f"`needs` must be among {', '.join(get_args(Need))}, got {need!r}.")
 
     @property
     def needs_branch(self) -> bool:
@@ -55,6 +81,10 @@ class Method:
 
 
 _SUN = "Sun et al., Test-Time Training with Self-Supervision, ICML 2020"
+_NIU = "Niu et al., Efficient Test-Time Model Adaptation without Forgetting, ICML 2022"
+_BATCH = {"share": "batch", "statistics": "batch"}
+# For CIFAR and batches of 200, as in the papers of TENT and CoTTA and in comparisons of the others.
+_NORM = {"update": "norm", **_BATCH, "optimizer": Adam, "lr": 0.001}
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -69,11 +99,67 @@ METHODS: dict[str, Method] = {
             needs=("branch",),
         ),
         Method(
+            "norm",
+            "normalises with the statistics of the batch, without learning",
+            "Schneider et al., Improving robustness by covariate shift adaptation, NeurIPS 2020",
+            Entropy,
+            settings={"steps": 0, **_BATCH},
+            needs=("batch", "batchnorm"),
+        ),
+        Method(
+            "dua",
+            "moves the running statistics of the norms, without a gradient",
+            "Mirza et al., The Norm Must Go On, CVPR 2022",
+            MovingStatistics,
+            settings={"update": "norm", "statistics": "running", "copies": 64},
+            needs=("batchnorm",),
+        ),
+        Method(
             "tent",
             "minimises the entropy of the predicted classes",
             "Wang et al., Tent, ICLR 2021",
             Entropy,
-            settings={"update": "norm", "share": "batch", "statistics": "batch"},
+            settings=_NORM,
+            needs=("batch",),
+        ),
+        Method(
+            "shot",
+            "makes each prediction certain and their mean diverse (information maximisation)",
+            "Liang et al., Do We Really Need to Access the Source Data?, ICML 2020",
+            InformationMaximization,
+            settings={"update": "encoder", **_BATCH, "optimizer": functools.partial(torch.optim.SGD, momentum=0.9)},
+            needs=("batch",),
+        ),
+        Method(
+            "eta",
+            "minimises the entropy of reliable images that are not redundant",
+            _NIU,
+            ReliableEntropy,
+            settings=_NORM,
+            needs=("batch",),
+        ),
+        Method(
+            "eata",
+            "eta that holds on to parameters that matter to the source network",
+            _NIU,
+            AnchoredEntropy,
+            settings=_NORM,
+            needs=("batch", "statistics"),
+        ),
+        Method(
+            "rdumb",
+            "eta that returns to the source network every 1,000 updates",
+            "Press et al., RDumb, NeurIPS 2023",
+            ReliableEntropy,
+            settings={**_NORM, "resets": 1000},
+            needs=("batch",),
+        ),
+        Method(
+            "sar",
+            "minimises the entropy of reliable images in a flat region, resets after a collapse",
+            "Niu et al., Towards Stable Test-Time Adaptation in Dynamic Wild World, ICLR 2023",
+            SharpnessAwareEntropy,
+            settings={**_NORM, "update": "norm-early"},
             needs=("batch",),
         ),
         Method(
@@ -81,7 +167,7 @@ METHODS: dict[str, Method] = {
             "follows a mean teacher and restores random weights",
             "Wang et al., Continual Test-Time Domain Adaptation, CVPR 2022",
             Teacher,
-            settings={"update": "all", "share": "batch", "statistics": "batch"},
+            settings={"update": "all", **_BATCH, "optimizer": Adam, "lr": 0.001},
             needs=("batch",),
         ),
         Method(
@@ -92,6 +178,49 @@ METHODS: dict[str, Method] = {
             correction=Lame(),
             settings={"steps": 0},
             needs=("batch",),
+        ),
+        Method(
+            "t3a",
+            "replaces the last layer by prototypes of confident features, without a gradient",
+            "Iwasawa and Matsuo, Test-Time Classifier Adjustment Module, NeurIPS 2021",
+            Prototypes,
+            settings={"update": "none", "share": "batch", "statistics": "source"},
+        ),
+        Method(
+            "memo",
+            "minimises the entropy of the mean prediction over augmented views of an image",
+            "Zhang et al., MEMO, NeurIPS 2022",
+            MarginalEntropy,
+            mode="episodic",
+            settings={"update": "all", "statistics": "source", "lr": 0.005},
+        ),
+        Method(
+            "roid",
+            "makes diverse and certain predictions more certain, stays near the source, corrects class frequencies",
+            "Marsden et al., Universal Test-time Adaptation, WACV 2024",
+            LikelihoodRatio,
+            settings={**_NORM, "copies": 1},
+            needs=("batch",),
+        ),
+        Method(
+            "rotta",
+            "follows a mean teacher on a balanced memory of recent images",
+            "Yuan et al., Robust Test-Time Adaptation in Dynamic Scenarios, CVPR 2023",
+            RobustTeacher,
+            settings={**_NORM, "statistics": "running"},
+        ),
+        Method(
+            "actmad",
+            "matches the moments of activations to those of training",
+            "Mirza et al., ActMAD, CVPR 2023",
+            ActivationMatching,
+            settings={
+                "update": "all",
+                "share": "batch",
+                "statistics": "source",
+                "optimizer": functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=5e-4, nesterov=True),
+            },
+            needs=("batch", "statistics"),
         ),
     )
 }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from testtime import kernels
 from testtime.adaptation.settings import Settings
 from testtime.networks.packed import PackedParameters
 from testtime.randomness import Draws
@@ -43,9 +44,9 @@ def is_rowwise(settings: Settings) -> bool:
 
 
 def has_rows(settings: Settings) -> bool:
-    """Return whether the optimizer's state is all elementwise, so that rows can be updated independently."""
+    """Return whether the optimizer's state has a row per replica, so that rows can be updated independently."""
     held = find_memory(settings).values()
-    return all(value is None or (isinstance(value, Tensor) and value.shape == (2, 3)) for value in held)
+    return all(value is None or (isinstance(value, Tensor) and value.shape in ((2, 3), (2,))) for value in held)
 
 
 def find_memory(settings: Settings) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def _step(optimizer: torch.optim.Optimizer, parameter: Tensor, gradient: Tensor)
 class StackedOptimizer:
     """An optimizer of stacked parameters, whose state can be read, reset and restored by replica.
 
-    An elementwise optimizer updates all parameters as one tensor, in one launch.
+    On a GPU, an elementwise optimizer updates all parameters as one tensor, in one launch.
 
     Args:
         settings: The settings.
@@ -76,9 +77,10 @@ class StackedOptimizer:
     def __init__(self, settings: Settings, packed: PackedParameters, moving: dict[str, Tensor]) -> None:
         self._settings, self._packed, self._moving = settings, packed, moving
         self.rowwise = is_rowwise(settings)
-        self.flat = self.rowwise and len(moving) == len(packed.parameters)
-        """Whether all parameters are updated as one tensor."""
-        self._targets = {"numbers": packed.numbers} if self.flat else moving
+        self._learns_all = self.rowwise and len(moving) == len(packed.parameters)
+        self.flat = self._learns_all and kernels.tuning(packed.numbers.device).waits
+        """Whether all parameters are updated as one tensor; elsewhere, that would only take memory for a gradient."""
+        self._targets = {"numbers": packed.numbers} if self.flat or not moving else moving
         self._optimizer = self._make()
 
     def step(self, loss: Callable[[], Tensor], wait: Callable[[], None]) -> None:
@@ -89,7 +91,12 @@ class StackedOptimizer:
                 value, self._packed.numbers.grad = self._packed.gradient(loss)
             else:
                 total = loss()
-                gradients = torch.autograd.grad(total, list(self._moving.values()), allow_unused=True)
+                gradients = torch.autograd.grad(
+                    total,
+                    list(self._moving.values()),
+                    allow_unused=True,
+                    materialize_grads=self._learns_all,  # as a packed gradient: results must not depend on the device
+                )
                 for parameter, gradient in zip(self._moving.values(), gradients, strict=True):
                     parameter.grad = None if gradient is None else gradient.contiguous()
                 value = total.detach()
@@ -98,6 +105,8 @@ class StackedOptimizer:
 
         with torch.enable_grad():
             self._optimizer.step(evaluate)  # type: ignore[arg-type]  # torch types the closure as returning a float
+        if not self.flat:
+            self._optimizer.zero_grad()  # frees the memory
 
     def reset(self, rows: Tensor | None) -> None:
         """Forget the state of all replicas, or of those where `rows`, bool `(S,)`, is true."""
@@ -157,7 +166,7 @@ class StackedOptimizer:
         known = {key: value for key, value in find_memory(self._settings).items() if isinstance(value, Tensor)}
         parameters, device = self._moving | self._targets, self._packed.numbers.device
         memory: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in state.items():
+        for name, tensor in self._convert_counts(state, known).items():
             key, _, target = name.partition("/")
             if key not in known or target not in parameters or not _fits(tensor, known[key], parameters[target]):
                 raise ValueError(
@@ -172,11 +181,26 @@ class StackedOptimizer:
                 tensors = {"numbers": self._packed.pack(tensors)}
             for target, tensor in tensors.items():
                 held.setdefault(target, {})[key] = tensor
-        if any(target not in self._targets or found.keys() != known.keys() for target, found in held.items()):
+        whole = all(target in self._targets and found.keys() == known.keys() for target, found in held.items())
+        if not whole or (self._learns_all and held and held.keys() != self._targets.keys()):
             raise ValueError("The state does not fit: the optimizer's state is incomplete.")
         self._optimizer = self._make()
         for target, found in held.items():
             self._optimizer.state[self._targets[target]].update(found)
+
+    def _convert_counts(self, state: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a state with step counts as on this device: one of the packed tensor, or one per parameter."""
+        converted: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            key, _, target = name.partition("/")
+            is_count = key in known and known[key].dim() < 2
+            if is_count and self.flat and target in self._moving:
+                converted[f"{key}/numbers"] = tensor
+            elif is_count and not self.flat and target == "numbers":
+                converted |= {f"{key}/{parameter}": tensor for parameter in self._moving}
+            else:
+                converted[name] = tensor
+        return converted
 
     def _make(self) -> torch.optim.Optimizer:
         optimizer = self._settings.optimizer(list(self._targets.values()), lr=self._settings.lr)
@@ -194,8 +218,8 @@ class StackedOptimizer:
 
 def _fits(tensor: Tensor, example: Tensor, parameter: Tensor) -> bool:
     """Return whether a saved tensor can be a parameter's state, of which there is an example."""
-    if example.dim() == 0:
-        return tensor.dim() == 0 and tensor.dtype == torch.float32
+    if example.dim() < 2:  # a count, of the parameter or of each row
+        return tensor.shape == parameter.shape[: example.dim()] and tensor.dtype == torch.float32
     dtype = parameter.dtype if example.is_floating_point() else example.dtype
     return tensor.shape == parameter.shape and tensor.dtype == dtype
 

@@ -56,6 +56,7 @@ def _find(learner: Learner, key: Any, make: Callable[[], Captured | Series]) -> 
     if learner.eager:
         return None
     if key not in learner.recordings:
+        learner.prepare()
         good = learner.snapshot()
         try:
             recording = record(make)

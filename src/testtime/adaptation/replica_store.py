@@ -70,10 +70,11 @@ class ReplicaStore:
     def make_undo(self, streams: Tensor | None = None) -> Callable[[], None]:
         """Return a function that restores the current state of the given streams, or of all."""
         if self._resident:
-            undo_learner = self._resident_learner().make_undo()
+            learner = self._resident_learner()
+            good = learner.snapshot()
 
             def undo() -> None:
-                undo_learner()
+                learner.restore(good, learner.all_rows)
                 self._resident = True  # the stored rows, if any, are outdated
 
         else:

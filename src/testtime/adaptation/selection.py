@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -17,9 +18,11 @@ from testtime.networks.ynet import YNet
 _SHOWN = 8  # names in a message
 _PARTS: dict[str, tuple[Part, ...]] = {
     "norm": ("encoder", "classifier"),
+    "norm-early": ("encoder", "classifier"),
     "encoder": ("encoder",),
     "encoder+ssl": ("encoder", "ssl"),
     "all": ("encoder", "classifier"),
+    "none": (),
 }
 
 
@@ -35,9 +38,13 @@ def select_parameters(net: YNet, update: Update) -> list[str]:
     elif isinstance(update, tuple):
         chosen = [name for name in free if any(fnmatchcase(name, pattern) for pattern in update)]
     else:
-        norms = set(_list_norms(net)) if update == "norm" else free
-        chosen = [name for name in free if name.split(".")[0] in _PARTS[update] and name in norms]
-    if not chosen:
+        chosen = [name for name in free if name.split(".")[0] in _PARTS[update]]
+        if update in ("norm", "norm-early"):
+            norms = set(_list_norms(net))
+            chosen = [name for name in chosen if name in norms]
+        if update == "norm-early":
+            chosen = _leave_out_last(chosen)
+    if not chosen and update != "none":
         more = f" and {len(free) - _SHOWN} more" if len(free) > _SHOWN else ""
         hint = f"those with `requires_grad` are {', '.join(list(free)[:_SHOWN])}{more}"
         if not free:
@@ -47,7 +54,7 @@ def select_parameters(net: YNet, update: Update) -> list[str]:
 
 
 def find_parts(net: YNet, settings: Settings, needs_branch: bool) -> tuple[Part, ...]:
-    """Return the parts of a network that learning changes, by updates or by moving their statistics.
+    """Return the parts of a network that differ between replicas, by updates or by the statistics of their batches.
 
     Args:
         net: The network.
@@ -59,10 +66,33 @@ def find_parts(net: YNet, settings: Settings, needs_branch: bool) -> tuple[Part,
         moving = {part for part in _PARTS[update] if getattr(net, part) is not None}
     else:
         moving = {name.split(".")[0] for name in select_parameters(net, update)}
-    if settings.statistics in (None, "running"):
-        run: tuple[Part, ...] = ("encoder", "ssl" if needs_branch else "classifier")
+    if settings.statistics != "source":
+        run: tuple[Part, ...] = ("encoder", "ssl") if needs_branch else ("encoder", "classifier")
+        if settings.statistics == "batch":
+            run = (*run, "classifier")  # which observes batches, too
         moving |= {part for part in run if has_batch_norm(getattr(net, part))}
     return tuple(part for part in PARTS if part in moving)
+
+
+def find_layers(net: YNet, settings: Settings, parts: Sequence[Part]) -> set[str] | None:
+    """Return the names of the layers that differ between replicas in some parts of a network; None: possibly all.
+
+    The other layers are shared. Buffers other than those of Batch Normalization may change in any forward pass.
+    """
+    moving = {id(net.get_parameter(name)) for name in select_parameters(net, settings.update)}
+    is_whole = isinstance(settings.update, str) and not settings.update.startswith("norm")
+    whole = _PARTS[str(settings.update)] if is_whole else ()  # parts of which all layers learn
+    if whole and settings.statistics != "batch":
+        return None
+    layers = set()
+    for name, layer in net.named_modules():
+        is_still = settings.statistics == "source" and isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        differs = bool(layer._buffers) and not is_still
+        differs |= any(id(parameter) in moving for parameter in layer.parameters(recurse=False))
+        part = name.split(".")[0]
+        if part in whole or (differs and part in list(parts)):
+            layers.add(name)
+    return layers
 
 
 def _list_norms(net: YNet) -> Iterator[str]:
@@ -72,9 +102,30 @@ def _list_norms(net: YNet) -> Iterator[str]:
             yield from (f"{owner}.{name}" for name, _ in module.named_parameters(recurse=False))
 
 
-def has_batch_norm(module: nn.Module) -> bool:
+def _leave_out_last(names: list[str]) -> list[str]:
+    """Return the parameters of normalization layers without the last quarter of the stages, and what follows them.
+
+    Stages are the outermost modules, at least three of them, that have several layers each, e.g. the groups of a ResNet
+    or the blocks of a transformer; without such, every layer is a stage.
+    """
+    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    stages = layers
+    for depth in range(2, max((len(layer.split(".")) for layer in layers), default=0)):
+        counts = Counter(".".join(layer.split(".")[:depth]) for layer in layers)
+        groups = [stage for stage, count in counts.items() if count > 1]
+        if len(groups) > 2:
+            stages = groups
+            break
+    kept = max(1, len(stages) * 3 // 4)
+    if len(stages) > kept:
+        first = next(name for name in names if f"{name}.".startswith(f"{stages[kept]}."))
+        names = names[: names.index(first)]
+    return names
+
+
+def has_batch_norm(module: nn.Module | None) -> bool:
     """Return whether a module has Batch Normalization."""
-    return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
+    return module is not None and any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
 
 
 def choose_statistics(net: YNet, settings: Settings) -> Statistics:
@@ -100,3 +151,16 @@ def warn_about_branch(net: YNet) -> None:
     unknown = not net.card.architecture and not net.card.record.keys() & {"configuration", "branch"}
     if unknown and getattr(net, "cut", None):  # others may have been trained elsewhere
         warnings.warn("The self-supervised branch is not trained: tt.fit_branch(net, images).", stacklevel=4)
+
+
+def warn_about_batch(method: str) -> None:
+    """Warn about a batch of one image for a method that needs several."""
+    warnings.warn(
+        f"The method {method!r} needs several images per call; with one, it may do nothing or degrade.", stacklevel=4
+    )
+
+
+def warn_about_batch_norm(net: YNet, method: str) -> None:
+    """Warn if a method that changes only Batch Normalization has nothing to change."""
+    if not has_batch_norm(net):
+        warnings.warn(f"The network has no Batch Normalization, so the method {method!r} has no effect.", stacklevel=4)

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from testtime.augment import Augment
+from testtime.checks import format_value, is_integer
 from testtime.networks.replicas import Statistics
 from testtime.precision import Precision, check_precision
 from testtime.tasks import Task
 
-UpdateName = Literal["norm", "encoder", "encoder+ssl", "all"]
+UpdateName = Literal["norm", "norm-early", "encoder", "encoder+ssl", "all", "none"]
 Update = UpdateName | tuple[str, ...] | Callable[[str, nn.Parameter], bool]
 Share = Literal["image", "batch"]
 
@@ -31,9 +32,10 @@ class Settings:
         copies: Augmented copies of the image per step.
         threshold: Adapt only if the confidence on the plain image is below this; 1 always adapts.
         update: Which parameters learn: "encoder+ssl" (as in the authors' code), "encoder" (as in the paper), "norm"
-            (affine parameters of the normalization layers in encoder and classifier) or "all" (encoder and classifier);
-            or a list of patterns of parameter names, e.g. `["encoder.layer4.*", "*.norm*.weight"]`; or a callable
-            `(name, parameter)` that returns whether it learns. Parameters without `requires_grad` never do.
+            (affine parameters of the normalization layers in encoder and classifier), "norm-early" (the same without
+            the last quarter of the network's stages, e.g. the last one of a ResNet), "all" (encoder and classifier) or
+            "none"; or a list of patterns of parameter names, e.g. `["encoder.layer4.*", "*.norm*.weight"]`; or a
+            callable `(name, parameter)` that returns whether it learns. Parameters without `requires_grad` never do.
         share: "image" updates on every image separately, "batch" on all images of a call together.
         statistics: Statistics used by Batch Normalization: "source", those of training; "running", updated with the
             views while learning, which degrades a stream of single images; "batch", those of the current batch. None:
@@ -47,6 +49,7 @@ class Settings:
         mirrored: Average the logits of the image and its mirror image.
         task: The self-supervised task; None: the network's.
         augment: The augmentation of the copies; None: the one the network was trained with.
+        resets: "never", or after how many updates a stream starts again from the original network.
     """
 
     steps: int
@@ -63,6 +66,7 @@ class Settings:
     mirrored: bool = False
     task: Task | None = None
     augment: Augment | None = None
+    resets: int | Literal["never"] = "never"
 
     def __post_init__(self) -> None:
         if self.steps < 0:
@@ -75,6 +79,8 @@ class Settings:
             raise ValueError(f"`threshold` must be in [0, 1], got {self.threshold}.")
         if not self.guard > 0:
             raise ValueError(f"`guard` must be positive (infinity allows any finite rise), got {self.guard}.")
+        if self.resets != "never" and not is_integer(self.resets, 1):
+            raise ValueError(f'`resets` must be "never" or an integer of at least 1, got {format_value(self.resets)}.')
         check_precision(self.precision)
         if isinstance(self.update, list):
             object.__setattr__(self, "update", tuple(self.update))
@@ -93,6 +99,8 @@ class Settings:
             plain["update"] = list(self.update)
         if self.statistics in (None, "running"):  # records of version 0.1 do not have it
             del plain["statistics"]
+        if self.resets == "never":
+            del plain["resets"]
         return plain
 
 

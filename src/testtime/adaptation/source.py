@@ -45,10 +45,17 @@ class Source:
         self._most = max(1, min(small, small * 1024 // (shape[-2] * shape[-1])))
         self._whole = settings.statistics == "batch"
 
-    def predict(self, images: Tensor) -> Prediction:
-        """Predict images `(N, C, H, W)`; a correction uses all of them as one batch."""
+    def predict(self, images: Tensor, alone: bool = False) -> Prediction:
+        """Predict images `(N, C, H, W)`.
+
+        Args:
+            images: The images.
+            alone: Whether each image is a batch of its own, for batch statistics and corrections.
+        """
         if len(images) == 0:
             return self.predict(images.new_zeros(1, *images.shape[1:]))[:0]
+        if alone and len(images) > 1 and (self._whole or self._correction is not None):
+            return Prediction.join([self.predict(image[None]) for image in images])
         most = len(images) if self._whole else self._most
         observed = run_fitting(most, lambda count: self._observe(images.split(count)))
         prediction = Prediction.unadapted(*(tensor[0] for tensor in observed))

@@ -92,7 +92,7 @@ class Stateful(nn.Module):
         Raises:
             ValueError: The state is of another network, adapter or settings; nothing was changed.
         """
-        counts = check_state(state_dict, self._identify())
+        counts = check_state(state_dict, self._identify(), self._networks[0])
         with self._lock, torch.inference_mode(False), self._all_or_nothing():
             self._learned = _load_learner(state_dict, self._networks[0], self._make_learner)
             self.seen = counts[0]
@@ -179,12 +179,13 @@ def read_counts(state: Mapping[str, Tensor], name: str, number: int) -> list[int
     return counts.tolist()
 
 
-def check_state(state: Mapping[str, Tensor], identity: Mapping[str, str]) -> list[int]:
+def check_state(state: Mapping[str, Tensor], identity: Mapping[str, str], net: YNet) -> list[int]:
     """Check a saved state and return its counts: images seen, adapted to and rolled back.
 
     Args:
         state: The state.
         identity: Adapter, settings and network, which must match.
+        net: The original network; its values that are not finite, e.g. of attention masks, may be so in the state.
 
     Raises:
         ValueError: The state does not match, or is damaged.
@@ -198,7 +199,11 @@ def check_state(state: Mapping[str, Tensor], identity: Mapping[str, str]) -> lis
     counts = read_counts(state, "counts", 3)
     if counts[1] + counts[2] > counts[0]:
         raise ValueError(f"not an adapter's state: it counts fewer images seen than learned from, {counts}.")
+    original = {f"learner/{name}": tensor for name, tensor in (*net.named_parameters(), *net.named_buffers())}
     for name, tensor in state.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        sound = tensor.isfinite()
+        if name in original and tensor.shape[1:] == original[name].shape:
+            sound = sound | ~original[name].isfinite().to(sound.device)
+        if tensor.is_floating_point() and not sound.all():
             raise ValueError(f"tensor {name!r} has values that are not finite.")
     return counts

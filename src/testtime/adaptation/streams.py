@@ -109,7 +109,7 @@ class Streams(Adapter):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Continue from a state returned by `state_dict`, bit for bit; raises like `Adapter.load_state_dict`."""
-        check_state(state_dict, self._identify())
+        check_state(state_dict, self._identify(), self._networks[0])
         numbers = read_counts(state_dict, "numbers", self.count)
         with self._lock, torch.inference_mode(False):
             super().load_state_dict(state_dict)
@@ -129,6 +129,9 @@ class Streams(Adapter):
     def _number(self, images: Tensor) -> Tensor:
         return self._numbers[self._chosen()]
 
+    def _is_single(self, images: Tensor) -> bool:
+        return len(images) > 0
+
     def _chosen(self) -> slice | Tensor:
         """Return an index of the streams of the current call."""
         return slice(None) if self._streams is None else self._streams
@@ -138,7 +141,7 @@ class Streams(Adapter):
         numbers[self._chosen()] += 1
         self._numbers = numbers
         if self.settings.steps == 0 or len(images) == 0:
-            return self._unadapted(images)
+            return self._unadapted(images, alone=True)
         shape = tuple(images.shape[1:])
 
         def attempt(together: int) -> Prediction:

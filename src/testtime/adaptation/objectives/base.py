@@ -11,9 +11,11 @@ import abc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from testtime.adaptation.settings import Settings
+from testtime.networks.card import Statistics
 from testtime.networks.replicas import Replicas
 from testtime.randomness import Draws
 
@@ -45,6 +47,8 @@ class Objective(abc.ABC):
         self.replicas, self.settings, self.later = replicas, settings, later
         self.state: dict[str, Tensor] = {}
         """State of the objective by name, `(S, ...)` each."""
+        self.skipped: Tensor | None = None
+        """Which replicas take no step, bool `(S,)`, decided by `total`; None: all take it."""
 
     @abc.abstractmethod
     def loss(self, images: Tensor, draws: Draws) -> Tensor:
@@ -54,12 +58,60 @@ class Objective(abc.ABC):
     def observe(self, images: Tensor) -> Observation:
         """Return the outputs of the replicas on plain images `(S, B, C, H, W)`."""
 
-    def descend(self, descend: Callable[[Callable[[], Tensor]], None], loss: Callable[[], Tensor]) -> None:
-        """Minimise the loss that a function computes; by default with one optimizer step."""
+    def total(self, images: Tensor, draws: Draws, weights: Tensor) -> Tensor:
+        """Return the sum over replicas of what a step minimises, `()`: by default, of the weighted mean loss.
+
+        Args:
+            images: `(S, B, C, H, W)`.
+            draws: Random keys `(S, B)` of this step.
+            weights: Weight of each image within its replica, `(S, B)`; 0 for an image that is not learned from.
+        """
+        return (self.loss(images, draws) * weights).sum()
+
+    def descend(self, descend: Callable[..., None], loss: Callable[[], Tensor]) -> None:
+        """Minimise the total that a function computes; by default with one optimizer step.
+
+        Args:
+            descend: Takes an optimizer step on the loss that its first argument computes; the second, if given, is
+                called between gradient and update.
+            loss: Computes `total`.
+        """
         descend(loss)
 
     def update(self, draws: Draws) -> None:  # noqa: B027 (optional)
         """Update the state of the objective after a step."""
+
+    def expired(self) -> Tensor | None:
+        """Return which replicas to reset to the source after an episode, bool `(S,)`; None: none."""
+        return None
+
+    def make_copies(self, images: Tensor, draws: Draws) -> Tensor:
+        """Return augmented copies `(S, B·copies, C, h, w)` of images `(S, B, C, H, W)`."""
+        assert self.settings.augment is not None
+        copies = self.settings.augment(images.flatten(0, 1), draws.flatten().copies(self.settings.copies))
+        return copies.flatten(0, 1).unflatten(0, (len(images), -1))
+
+    def list_moving(self) -> dict[str, Tensor]:
+        """Return the parameters that learn, by name, `(S, ...)` each."""
+        return {name: tensor for name, tensor in self.replicas.packed.parameters.items() if tensor.requires_grad}
+
+    @torch.no_grad()
+    def count_classes(self) -> int:
+        """Return the number of classes, K."""
+        example = self.replicas.example
+        assert example is not None
+        return self.replicas(example.expand(self.replicas.count, *example.shape)).shape[-1]
+
+    def find_statistics(self) -> Statistics:
+        """Return the statistics of the source network on training images.
+
+        Raises:
+            ValueError: They were not collected.
+        """
+        statistics = self.replicas.net.statistics
+        if statistics is None:
+            raise ValueError("The network has no statistics of training images: tt.collect(net, images) adds them.")
+        return statistics
 
     def classify(self, images: Tensor, features: Tensor | None = None) -> Tensor:
         """Return class logits `(S, B, K)` of images, reusing their features if given."""

@@ -47,9 +47,7 @@ class Teacher(Objective):
     def _teach(self, images: Tensor, draws: Draws) -> Tensor:
         """Return the teacher's probabilities `(S, B, K)`."""
         plain = self.teacher(images).float().softmax(-1)
-        assert self.settings.augment is not None
-        copies = self.settings.augment(images.flatten(0, 1), draws.flatten().copies(self.settings.copies))
-        views = copies.flatten(0, 1).unflatten(0, (len(images), -1))  # (S, B·copies, C, h, w)
+        views = self.make_copies(images, draws)  # (S, B·copies, C, h, w)
         mean = self.teacher(views).float().softmax(-1).unflatten(1, (images.shape[1], -1)).mean(2)
         unsure = self.source(images).float().softmax(-1).amax(-1).mean(1) < self.sure  # (S,)
         return torch.where(unsure[:, None, None], mean, plain)
