@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,23 @@ def test_what_goes_wrong_is_printable(run: Run, monkeypatch: pytest.MonkeyPatch)
         assert code in (1, 2)
         assert (out, err.count("\n")) == ("", 1)
         assert_tame(err)
+
+
+@pytest.mark.filterwarnings("always:it ")
+def test_warnings_are_one_line_each_and_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = warnings.showwarning
+
+    def warn(source: str) -> None:
+        for text in ("it is not trained", f"it moves {EVIL}", "it is not trained"):
+            warnings.warn(text, stacklevel=1)
+        warnings.warn("it is not trained", RuntimeWarning, stacklevel=1)
+        raise ValueError("no")
+
+    monkeypatch.setattr(SUMMARISE, warn)
+    code, out, err = run("info", "x")
+    assert (code, out) == (1, "")
+    assert_tame(err)
+    first, second, last = err.splitlines()
+    assert (first, last) == ("warning: it is not trained", "error: no")
+    assert second.startswith("warning: it moves a")
+    assert warnings.showwarning is before

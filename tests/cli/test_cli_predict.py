@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from PIL import Image
 
 from testtime import Episodic, Online, load, resnet26
 from testtime.adaptation.methods import METHODS
-from testtime.cli import predict as command
 from testtime.data import DataError
 from testtime.evaluation.predict_files import (
     Answer,
@@ -72,21 +71,25 @@ def test_predict_prints_the_adapters_answers(run: Run, network: Path, pictures: 
     assert len(document["answers"]) == 3
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_predict_with_a_method_learns_online(run: Run, network: Path, pictures: Path, method: str) -> None:
+@pytest.mark.parametrize("method", [name for name, one in METHODS.items() if {*one.needs} <= {"branch", "batch"}])
+def test_a_method_runs_in_its_own_mode(run: Run, network: Path, pictures: Path, method: str) -> None:
     options = ["--device", "cpu", "--json", "--method", method, "--copies", "8"]
     code, out, err = run("predict", pictures, "-c", network, *options)
     assert code == 0, err
     net = load(network)
     shown = torch.stack([load_image(net.card, pictures / f"{number}.png") for number in range(3)])
-    expected = Online(net, method=method, copies=8).predict(shown).logits.softmax(1).amax(1)
+    adapter = (Online if METHODS[method].mode == "online" else Episodic)(net, method=method, copies=8)
+    calls = shown.split(3 if "batch" in METHODS[method].needs else 1)
+    expected = torch.cat([adapter(images) for images in calls]).softmax(1).amax(1)
     found = [answer["after_probability"] for answer in json.loads(out)["answers"]]
     assert found == pytest.approx(expected.tolist(), rel=1e-6)
 
 
-def test_every_method_can_be_named() -> None:
-    annotation = get_type_hints(command.predict)["method"]
-    assert get_args(get_args(annotation)[0]) == tuple(METHODS)
+def test_an_unknown_method_is_refused_with_the_names_of_all(run: Run, pictures: Path) -> None:
+    code, out, err = run("predict", pictures, "--method", "magic")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert all(f" {name}," in err for name in METHODS)
+    assert "'magic'" in err
 
 
 def test_predict_prints_one_line_a_picture(run: Run, network: Path, pictures: Path) -> None:

@@ -15,6 +15,7 @@ COMMANDS = [
     "unpack",
     "predict",
     "info",
+    "methods",
     "eval",
     "tune",
     "fit-branch",

@@ -38,6 +38,37 @@ def test_it_prints_and_writes_the_choice_and_report_reads_the_run(run: Run, hone
     assert "lr=0.1 copies=1" in (tmp_path / "report" / "tables.csv").read_text()
 
 
+def test_a_model_is_tuned_like_a_network(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import testtime as tt\n"
+        "def make():\n"
+        "    return tt.resnet26(depth=8, channels=1, size=8).describe(classes=tuple('0123456789'))\n"
+    )
+    given = ["--lr", "0.01", "--method", "tent", "--limit", "4", "--out", tmp_path / "run"]
+    model = f"{tmp_path / 'mine.py'}:make"
+    code, out, err = run("tune", "-m", model, *given)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "pass --data" in err
+    code, out, err = run("tune", "-m", model, "--data", "digits-held-out", *given)
+    assert code == 0, err
+    assert "chosen: lr=0.01" in out
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["files"]["networks"] == {"joint": model}
+    code, out, err = run("tune", "-m", model, "--weights", tmp_path / "none.pth", *given)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "none.pth: no such file" in err
+
+
+def test_the_precision_is_recorded_only_if_it_is_given(run: Run, honest: Path, tmp_path: Path) -> None:
+    for name, extra in (("usual", []), ("given", ["--precision", "bf16"])):
+        arguments = ["--data", "digits-held-out", "--lr", "0.01", "--copies", "1", "--limit", "2", "--device", "cpu"]
+        code, _, err = run("tune", "-c", honest, *arguments, "--out", tmp_path / name, *extra)
+        assert code == 0, err
+    settings = [
+        json.loads((tmp_path / name / "choice.json").read_text())["chosen"]["settings"] for name in ("usual", "given")
+    ]
+    assert settings == [{"lr": 0.01, "copies": 1}, {"precision": "bf16", "lr": 0.01, "copies": 1}]
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [

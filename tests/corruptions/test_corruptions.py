@@ -282,7 +282,9 @@ def forget() -> None:
         cached.cache_clear()
 
 
-@pytest.mark.parametrize("what", ["float64", "bfloat16", "meta", "inference", "autocast"])
+@pytest.mark.parametrize(
+    "what", ["float64", pytest.param("bfloat16", marks=pytest.mark.slow), "meta", "inference", "autocast"]
+)
 def test_torchs_defaults_do_not_matter(what: str):
     batches = [smooth_pictures(2), smooth_pictures(2, 70, 66, channels=1)]
     severities = {name: 1 + place % 5 for place, name in enumerate(NAMES)}

@@ -128,11 +128,12 @@ def leftovers(folder: Path) -> list[Path]:
     return list(folder.rglob("*.part"))
 
 
-def test_a_run_killed_fifteen_times_ends_as_an_undisturbed_one(checkpoint: str, tmp_path: Path) -> None:
-    killer = start(sys.executable, "-c", KILLER, checkpoint, str(tmp_path / "killed"), "15")
+@pytest.mark.parametrize("kills", [6, pytest.param(15, marks=pytest.mark.slow)])
+def test_a_run_killed_many_times_ends_as_an_undisturbed_one(checkpoint: str, tmp_path: Path, kills: int) -> None:
+    killer = start(sys.executable, "-c", KILLER, checkpoint, str(tmp_path / "killed"), str(kills))
     out, err = killer.communicate(timeout=120)
     assert killer.returncode == 0, err
-    assert out.startswith("15 "), out
+    assert out.startswith(f"{kills} "), out
     plan = make_plan(
         checkpoint=checkpoint, data=["digits-c/*_noise/5"], limit=4, copies=["1"], steps=["1"], lr=["0.05"]
     )
@@ -150,18 +151,19 @@ def test_a_run_killed_fifteen_times_ends_as_an_undisturbed_one(checkpoint: str, 
     assert not leftovers(tmp_path / "killed")
 
 
-def test_the_command_killed_five_times_and_interrupted_once(checkpoint: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_the_command_killed_and_then_interrupted(checkpoint: str, tmp_path: Path, kills: int) -> None:
     chance = random.Random(5)
     out = tmp_path / "killed"
     finished = 0
-    for kill in range(6):
+    for kill in range(kills + 1):
         process = start(sys.executable, "-m", "testtime", *command(checkpoint, out))
         wait_for_units(out, finished + chance.randrange(1, 3), process)
         time.sleep(chance.uniform(0, 0.1))
-        process.send_signal(signal.SIGKILL if kill < 5 else signal.SIGINT)
+        process.send_signal(signal.SIGKILL if kill < kills else signal.SIGINT)
         _, err = process.communicate(timeout=60)
-        assert process.returncode == (-signal.SIGKILL if kill < 5 else 130), err
-        if kill == 5:
+        assert process.returncode == (-signal.SIGKILL if kill < kills else 130), err
+        if kill == kills:
             assert err.splitlines()[-1] == "stopped"
         run = open_run(out)
         assert not run.damaged

@@ -38,12 +38,13 @@ from testtime.evaluation import (
 )
 from testtime.evaluation import study as studies_of
 from testtime.evaluation.columns import join_columns, make_columns
+from testtime.evaluation.inputs import Facts
 from testtime.evaluation.plan import fill
 from testtime.evaluation.ray import cut, start_ray
 from testtime.evaluation.records import Record, evaluate, stream_order
 from testtime.evaluation.schedule import make_groups
 from testtime.evaluation.units import COLUMNS, read_unit, write_unit
-from testtime.evaluation.worker import Facts, Worker, choose_batch, find_threshold
+from testtime.evaluation.worker import Worker, choose_batch, find_threshold
 from testtime.networks import load
 from testtime.networks.card import CheckpointError
 from testtime.progress import read_ahead
@@ -200,6 +201,16 @@ def test_more_streams_than_fit_go_in_turns(plan: Plan) -> None:
         assert len({(unit.method, unit.seed, facts[unit.set_name].count) for unit in group}) == 1
         assert len(group) == 1 or (group[0].method == "online" and len(group) == 2)
     assert max(map(len, groups)) == 2
+
+
+def test_methods_that_need_a_batch_are_not_grouped_as_streams_of_single_images(plan: Plan) -> None:
+    facts = {name: Facts(name, 34, (1, 8, 8)) for name in SETS}
+    batched = ("tent", {}), ("lame", {}), ("ttt", {"share": "batch"})
+    for method, settings in (*batched, ("ttt", {})):
+        spec = MethodSpec("one", "online", settings=settings, method=method)
+        one = Plan(**vars(plan) | {"methods": (spec,)})
+        sizes = [len(group) for group in make_groups(one, one.units(), facts, torch.device("cpu"), together=9)]
+        assert sizes == ([1, 1, 1] if (method, settings) in batched else [3]), (method, settings)
 
 
 def test_on_a_cpu_streams_share_memory_and_jobs() -> None:
@@ -364,7 +375,7 @@ def test_a_share_of_the_images_is_the_least_sure_ones(networks: dict[str, str], 
     assert len(found) == 2
     with pytest.raises(ValueError, match="must first be resolved on a test set"):
         plan.method("episodic").make(resnet26(depth=8), 0)
-    # Streams with thresholds of their own do not go side by side.
+    # Streams with their own thresholds do not run in parallel.
     online = make_plan(**arguments | {"methods": "online"}, threshold=["50%"])
     facts = {name: Facts(name, 34, (1, 8, 8)) for name in SETS}
     assert [len(group) for group in make_groups(online, online.units(), facts, torch.device("cpu"), 9)] == [1, 1]

@@ -15,9 +15,11 @@ from testtime.randomness import Draws
 from testtime.report import statistics
 from testtime.report.statistics import (
     bootstrap_means,
+    calibration_error,
     fit_line,
     holm,
     interval_of,
+    rank,
     sign_test,
     spread,
     student_quantile,
@@ -128,3 +130,17 @@ def test_lines_need_points() -> None:
         fit_line(np.ones(5), np.arange(5.0))
     with pytest.raises(ValueError, match="the same length"):
         fit_line(np.arange(4.0), np.arange(5.0))
+
+
+def test_calibration_by_hand() -> None:
+    # Three images at 0.9 of which two are right, one at 0.2 that is right.
+    assert calibration_error([1, 3], [0.2, 2.7], [1, 2]) == pytest.approx(0.25 * 0.8 + 0.75 * (0.9 - 2 / 3))
+    assert calibration_error([0, 2], [0, 2.0], [0, 2]) == 0
+    with pytest.raises(ValueError, match="no images"):
+        calibration_error([0, 0], [0, 0], [0, 0])
+
+
+def test_equal_values_share_their_ranks() -> None:
+    assert rank([3.0, 1.0, 2.0]) == [3, 1, 2]
+    assert rank([1.0, 2.0, 1.0, 1.0]) == [2, 4, 2, 2]
+    assert rank([]) == []

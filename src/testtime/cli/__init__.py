@@ -3,14 +3,17 @@
 One file per command; commands.py assembles them, options.py has shared options. Commands import inside their functions,
 so that help and argument errors do not wait for torch, and a command works without the extras of the others. `run`
 converts exceptions to one line on standard error and an exit code (2 for bad arguments, 1 for failures, 130 for
-Ctrl-C); with `TESTTIME_DEBUG=1` the traceback is shown instead.
+Ctrl-C); with `TESTTIME_DEBUG=1` the traceback is shown instead. A warning is one line, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
+import warnings
+from collections.abc import Iterator
 
 from testtime.cli.interrupt import INTERRUPTED, report_interrupt, run_process, was_interrupted
 
@@ -35,7 +38,8 @@ def run(arguments: list[str]) -> int:
         The exit code.
     """
     try:
-        code = _call(arguments)
+        with _one_line_warnings():
+            code = _call(arguments)
         sys.stdout.flush()
         return report_interrupt() if code == INTERRUPTED else code
     except KeyboardInterrupt:
@@ -50,6 +54,27 @@ def run(arguments: list[str]) -> int:
         if was_interrupted(error):
             return report_interrupt()
         return _report_error(error)
+
+
+@contextlib.contextmanager
+def _one_line_warnings() -> Iterator[None]:
+    """Print each warning once, without its source line."""
+    from testtime.storage import printable
+
+    shown: set[str] = set()
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        text = printable(str(message))
+        if text not in shown:
+            shown.add(text)
+            print(f"warning: {text}", file=sys.stderr)
+
+    before = warnings.showwarning
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 def _call(arguments: list[str]) -> int:

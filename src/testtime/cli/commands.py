@@ -16,6 +16,7 @@ from testtime.cli import (
     fit_branch,
     gradients,
     info,
+    methods,
     pack,
     predict,
     report,
@@ -31,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train.train, predict.predict, info.info):
+for command in (train.train, predict.predict, info.info, methods.methods):
     app.command()(command)
 app.command("eval", cls=eval.EvaluateCommand)(eval.evaluate)
 app.command()(tune.tune)

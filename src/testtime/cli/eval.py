@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 from testtime.cli.console import as_bad_arguments, echo, format_command, name_folder, pick_device, progress
 from testtime.cli.options import MACHINE, METHOD, MODELS, Classes, DataRoot, Device, Limit, OnBadImage, Weights
 
+_PROTOCOL = "Protocol"
 _EACH = "; METHOD=VALUE for one method. May be repeated."
 
 Out = Annotated[
@@ -68,6 +69,46 @@ Seeds = Annotated[list[int] | None, Option(help="Seed of augmentations and order
 Shuffle = Annotated[
     bool | None,
     Option("--shuffle/--no-shuffle", help="Shuffle each set once by the seed.", show_default="not shuffled"),
+]
+Protocol = Annotated[
+    str | None,
+    Option(
+        metavar="NAME",
+        help="How the sets are presented: reset, one stream each; or as one stream: continual, gradual (levels up and "
+        "down), mixed, recurring, clean (original images in between), walk (two corruptions at a time). correlated: "
+        "as reset, sorted by class.",
+        show_default="reset",
+        rich_help_panel=_PROTOCOL,
+    ),
+]
+Order = Annotated[
+    int | None,
+    Option(min=0, help="Order of the sets in a stream: 0 as given, else a permutation.", rich_help_panel=_PROTOCOL),
+]
+Batch = Annotated[
+    int | None,
+    Option(min=1, help="Images per call of a method.", show_default="by the size of images", rich_help_panel=_PROTOCOL),
+]
+Concentration = Annotated[
+    float | None,
+    Option(
+        help="Sort each set by class; the smaller, the longer the runs of one class.",
+        show_default="0.1 if correlated",
+        rich_help_panel=_PROTOCOL,
+    ),
+]
+Rounds = Annotated[int | None, Option(min=1, help="Rounds of recurring.", show_default="10", rich_help_panel=_PROTOCOL)]
+Pace = Annotated[
+    int | None,
+    Option(min=1, help="Images of a walk per change of a level.", show_default="100", rich_help_panel=_PROTOCOL),
+]
+Rate = Annotated[
+    float | None,
+    Option(
+        help="Images per second of the stream; a method that is slower learns only from every k-th call.",
+        show_default="waits for every method",
+        rich_help_panel=_PROTOCOL,
+    ),
 ]
 Steps = Annotated[
     list[str] | None,
@@ -141,6 +182,13 @@ def evaluate(
     limit: Limit = None,
     seed: Seeds = None,
     shuffle: Shuffle = None,
+    protocol: Protocol = None,
+    order: Order = None,
+    batch: Batch = None,
+    concentration: Concentration = None,
+    rounds: Rounds = None,
+    pace: Pace = None,
+    rate: Rate = None,
     steps: Steps = None,
     lr: Lr = None,
     copies: Copies = None,
@@ -164,6 +212,8 @@ def evaluate(
       testtime eval -c net.safetensors --data photos/ --lr 0.003 --out runs/p
       testtime eval -c net.safetensors --data cifar10-c --shuffle --out runs/c
       testtime eval -c n.safetensors --data photos/ --methods fixed,best --out b
+      testtime eval -c net.safetensors --data cifar10-c --levels 5 \\
+        --protocol continual --order 3 --batch 64 --out runs/order-3
       testtime eval -c net.safetensors --matrix gradual --out runs/gradual
       testtime eval -c net.safetensors --matrix selection --out runs/selection
       testtime eval --network uda=uda/{set}.safetensors --data digits --out u
@@ -182,12 +232,15 @@ def evaluate(
     out = out or name_folder("eval", context.params)
     networks: dict[str, Any] = {"checkpoint": checkpoint, "baseline": baseline, "networks": files}
     sets: dict[str, Any] = {"data": data, "levels": levels, "corruptions": corruptions, "original": original}
-    order: dict[str, Any] = {"seeds": seed, "shuffle": shuffle, "limit": limit}
+    images: dict[str, Any] = {"seeds": seed, "shuffle": shuffle, "limit": limit}
+    presented = {"name": protocol, "order": order, "batch": batch, "concentration": concentration}
+    presented |= {"rounds": rounds, "pace": pace, "rate": rate}
+    images["protocol"] = {name: value for name, value in presented.items() if value is not None}
     settings: dict[str, Any] = {"steps": steps, "lr": lr, "copies": copies, "threshold": threshold}
     settings["precision"] = precision
     reading: dict[str, Any] = {"data_root": data_root, "on_bad_image": on_bad_image}
     with as_bad_arguments(DataError):
-        plan = evaluation.make_plan(matrix, methods=methods, **networks, **sets, **order, **reading, **settings)
+        plan = evaluation.make_plan(matrix, methods=methods, **networks, **sets, **images, **reading, **settings)
     machine: dict[str, Any] = {"device": picked, "together": together, "jobs": jobs, "ray": ray}
     with progress("views") as report:
         run = evaluation.run_plan(plan, out, command=format_command(context), progress=report, **machine)

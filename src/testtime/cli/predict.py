@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -21,8 +21,12 @@ _TOGETHER = 16  # images per call on GPUs and for methods that need batches
 Images = Annotated[list[Path], Argument(help="Image files, or folders of them.", show_default=False)]
 IsOnline = Annotated[bool, Option("--online", help="Carry the adapted network over to the next image.")]
 MethodName = Annotated[
-    Literal["ttt", "best", "tent", "cotta", "lame"] | None,
-    Option(help="Adaptation method; implies --online.", show_default="ttt", rich_help_panel=METHOD),
+    str | None,
+    Option(
+        help="Adaptation method: ttt, best, tent, cotta, lame, …; most imply --online.",
+        show_default="ttt, each image separately",
+        rich_help_panel=METHOD,
+    ),
 ]
 Steps = Annotated[
     int | None, Option(min=0, help="Gradient steps per image.", show_default="10; online 1", rich_help_panel=METHOD)
@@ -75,15 +79,17 @@ def predict(
     """
     import torch
 
-    from testtime.adaptation.methods import METHODS
+    from testtime.adaptation.methods import find_method
     from testtime.evaluation import predict_files
     from testtime.kernels import tuning
 
-    picked, online = pick_device(device), online or method is not None
+    with as_bad_arguments():
+        chosen = find_method(method or "ttt")
+    picked = pick_device(device)
+    online = online or (method is not None and chosen.mode == "online")
     pictures = predict_files.find_pictures(images)
-    branch = METHODS[method or "ttt"].needs_branch
-    name, net = open_network(checkpoint, weights, classes, branch, picked)
-    batched = method is not None and "batch" in METHODS[method].needs
+    name, net = open_network(checkpoint, weights, classes, chosen.needs_branch, picked)
+    batched = "batch" in chosen.needs
     together = _TOGETHER if batched or (tuning(torch.device(picked)).waits and not online) else 1
     settings: dict[str, Any] = {"steps": steps, "lr": lr, "copies": copies, "threshold": threshold, "seed": seed}
     with as_bad_arguments():

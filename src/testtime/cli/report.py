@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -39,36 +39,46 @@ def report(
     figures as SVG and PNG. summary.json has the runs without their records; it
     can be used as RUN for the same tables. Sample images need the data sets.
 
+    Runs with a protocol other than reset are compared: methods x protocols,
+    with forgetting, calibration, collapses and cost.
+
     Examples:
       testtime report runs/digits-c
       testtime report runs/cifar-c --paper --out report
       testtime report runs/seed0 runs/seed1 runs/seed2 --format md,latex
+      testtime report runs/reset runs/continual runs/correlated
     """
     from rich.console import Console
 
+    from testtime.evaluation import open_runs
+    from testtime.report import require
+    from testtime.report.comparison import has_protocol
+    from testtime.report.comparison_tables import explain_comparison, make_sheets
     from testtime.report.diagnosis import as_sections, read_diagnoses
-    from testtime.report.publish import publish, read_formats
+    from testtime.report.publish import compare, publish, read_formats
     from testtime.report.run_tables import explain, terminal
+    from testtime.report.sheets import format_terminal
 
     sections = as_sections(read_diagnoses(diagnosis)) if diagnosis is not None else []
     with as_bad_arguments():
         chosen = read_formats(formats)
-    measure = "accuracy" if accuracy else "error"
-    with progress("figures") as show:
-        results = publish(
-            runs,
-            out,
-            formats=chosen,
-            measure=measure,
-            paper=paper,
-            seed=seed,
-            root=data_root,
-            sections=sections,
-            command=format_command(context),
-            progress=show,
-        )
-    console = Console()
-    for table in terminal(results, measure, paper, console.width):
+    if "html" in chosen:
+        require()
+    console, measure = Console(), "accuracy" if accuracy else "error"
+    same: dict[str, Any] = {"formats": chosen, "seed": seed, "sections": sections, "command": format_command(context)}
+    opened = [run for path in runs for run in open_runs(path)]
+    if any(map(has_protocol, opened)):
+        if accuracy or paper:
+            raise typer.BadParameter("--accuracy and --paper are for runs with the protocol reset.")
+        with progress("figures") as show:
+            comparison = compare(opened, out, progress=show, **same)
+        tables = format_terminal(make_sheets(comparison), console.width)
+        words = [*explain_comparison(), *comparison.notes]
+    else:
+        with progress("figures") as show:
+            results = publish(opened, out, measure=measure, paper=paper, root=data_root, progress=show, **same)
+        tables = terminal(results, measure, paper, console.width)
+        words = [*explain(results, measure), *results.notes]
+    for table in tables:
         console.print(table)
-    written = out / "index.html" if "html" in chosen else out
-    echo(*explain(results, measure), *results.notes, f"{written}: written")
+    echo(*words, f"{out / 'index.html' if 'html' in chosen else out}: written")

@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from testtime.cli.console import as_bad_arguments, echo, format_command, name_folder, pick_device, progress
-from testtime.cli.options import MACHINE, METHOD, DataRoot, Device, Limit
+from testtime.cli.options import MACHINE, METHOD, MODELS, Classes, DataRoot, Device, Limit, Weights
 
 Out = Annotated[
     Path | None,
@@ -18,7 +18,17 @@ Out = Annotated[
         show_default="runs/tune-…, named by a hash of the options",
     ),
 ]
-Network = Annotated[str, Option("--checkpoint", "-c", help="Network, trained with --hold-out.", show_default=False)]
+Network = Annotated[
+    str,
+    Option(
+        "--checkpoint",
+        "-c",
+        "--model",
+        "-m",
+        help=f"Network, trained with --hold-out. Or a model: {MODELS}.",
+        show_default=False,
+    ),
+]
 Method = Annotated[str, Option(help="Name of the method: ttt, best, tent, cotta, lame, ….", rich_help_panel=METHOD)]
 Mode = Annotated[
     Literal["online", "episodic"] | None,
@@ -30,7 +40,12 @@ Copies = Annotated[str | None, Option(help="Augmented copies per step, e.g. 16,3
 Threshold = Annotated[str | None, Option(help="Thresholds of the confidence, e.g. 0.9,1.", rich_help_panel=METHOD)]
 Update = Annotated[str | None, Option(help="Parameters that learn, e.g. encoder,norm.", rich_help_panel=METHOD)]
 Precision = Annotated[
-    Literal["fp32", "tf32", "bf16"], Option(help="Arithmetic precision, of all settings.", rich_help_panel=METHOD)
+    Literal["fp32", "tf32", "bf16"] | None,
+    Option(
+        help="Arithmetic precision, of all settings.",
+        show_default="tf32 on CUDA, fp32 elsewhere",
+        rich_help_panel=METHOD,
+    ),
 ]
 Data = Annotated[
     list[str] | None,
@@ -49,6 +64,8 @@ Jobs = Annotated[
 def tune(
     context: typer.Context,
     checkpoint: Network,
+    weights: Weights = None,
+    classes: Classes = None,
     out: Out = None,
     method: Method = "ttt",
     mode: Mode = None,
@@ -57,7 +74,7 @@ def tune(
     copies: Copies = None,
     threshold: Threshold = None,
     update: Update = None,
-    precision: Precision = "fp32",
+    precision: Precision = None,
     data: Data = None,
     levels: Levels = "5",
     limit: Limit = None,
@@ -77,22 +94,25 @@ def tune(
       testtime train --data digits --hold-out 300 --out runs/selection
       testtime tune -c runs/selection/network.safetensors --lr 0.001,0.003
       testtime tune -c net.safetensors --method tent --lr 0.001,0.002 --steps 1,2
+      testtime tune -m timm:resnet18 --weights w.pth --data cifar10-held-out-c \\
+        --method tent --lr 0.001,0.002
     """
     values = {"lr": lr, "steps": steps, "copies": copies, "threshold": threshold, "update": update}
     if all(text is None for text in values.values()):
         raise typer.BadParameter("pass the values to choose from, e.g. --lr 0.001,0.002.")
 
     from testtime import evaluation
-    from testtime.data import DataError
     from testtime.evaluation import tune
-    from testtime.networks import CheckpointError
+    from testtime.networks.sources import add_options
+    from testtime.storage import FileError
 
     picked = pick_device(device)
     out = out or name_folder("tune", context.params)
-    same: dict[str, Any] = {} if precision == "fp32" else {"precision": precision}
+    same: dict[str, Any] = {} if precision is None else {"precision": precision}
     sets: dict[str, Any] = {"data": data, "levels": levels, "seeds": seed, "limit": limit, "data_root": data_root}
-    with as_bad_arguments(DataError, CheckpointError):
-        plan = tune.make_tuning_plan(checkpoint, tune.make_grid(method, mode, values, **same), **sets)
+    with as_bad_arguments(FileError):
+        network = add_options(checkpoint, weights, classes)
+        plan = tune.make_tuning_plan(network, tune.make_grid(method, mode, values, **same), **sets)
     with progress("views") as report:
         run = evaluation.run_plan(plan, out, device=picked, command=format_command(context), jobs=jobs, progress=report)
     choice = tune.choose(plan, run)

@@ -45,6 +45,7 @@ _SETTINGS: dict[str, Kind] = {
     "task": ("a string or a table", lambda value: is_text(value) or is_table(value)),
     "share": ("a string", is_text),
     "statistics": ("a string", is_text),
+    "resets": ('an integer or "never"', lambda value: is_integer(value) or value == "never"),
 }
 _AUGMENT: dict[str, Kind] = {
     "name": ("a string", is_text),
@@ -67,10 +68,10 @@ class MethodSpec:
         network: Name of the network it starts from: `joint`, `baseline` (trained on class labels only), or any other
             network of the plan.
         settings: Fields of `Settings` that differ from the method's defaults: steps, lr, copies, threshold, update,
-            share, statistics, guard, precision, mirrored; `augment` and `task` as name and arguments. A fixed method
-            accepts only precision and mirrored. A `threshold` may be a percentage, e.g. "20%": on each test set it
-            becomes that quantile of the unadapted network's confidences, which takes one pass over the unlabelled set
-            beforehand.
+            share, statistics, guard, precision, mirrored, resets; `augment` and `task` as name and arguments. A fixed
+            method accepts only precision and mirrored. A `threshold` may be a percentage, e.g. "20%": on each test set
+            it becomes that quantile of the unadapted network's confidences, which takes one pass over the unlabelled
+            set beforehand.
         method: A name from `METHODS`.
     """
 
@@ -231,17 +232,33 @@ USUAL_METHODS = ("plain", "fixed", "episodic", "online")
 """Those that run if none is named."""
 
 
+def find_spec(name: str) -> MethodSpec | None:
+    """Return the method that a name stands for without a study, or None.
+
+    A name of `METHODS` stands for the method in its own mode, `tent/episodic` for it in another; the latter is called
+    `tent-episodic` in the run.
+    """
+    method, slash, mode = name.partition("/")
+    if not slash:
+        return DEFAULT_METHODS.get(name)
+    if method not in METHODS or mode not in ("episodic", "online"):
+        return None
+    return MethodSpec(f"{method}-{mode}", mode, method=method)
+
+
 def read_method(name: str, about: Any) -> MethodSpec:
-    """Return the method that a study's table describes.
+    """Return the method that a study's table describes; the mode is the method's own if only the method is given.
 
     Raises:
-        ValueError: The mode is missing, or an entry is unknown or invalid.
+        ValueError: Both mode and method are missing, or an entry is unknown or invalid.
     """
     check_name("The name of a method", name)
-    if not isinstance(about, dict) or "mode" not in about:
-        raise ValueError(f"The method {name} must be a table with a `mode`.")
+    if not isinstance(about, dict) or not about.keys() & {"mode", "method"}:
+        raise ValueError(f"The method {name} must be a table with a `mode` or a `method`.")
     settings = {key: value for key, value in about.items() if key not in ("mode", "network", "method")}
-    return MethodSpec(name, about["mode"], about.get("network", JOINT), settings, about.get("method", "ttt"))
+    method = about.get("method", "ttt")
+    own = METHODS[method].mode if isinstance(method, str) and method in METHODS else "online"
+    return MethodSpec(name, about.get("mode", own), about.get("network", JOINT), settings, method)
 
 
 def override(methods: Sequence[MethodSpec], overrides: Mapping[str, Sequence[str] | None]) -> list[MethodSpec]:

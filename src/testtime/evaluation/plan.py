@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from testtime.evaluation.method_specs import (
     JOINT,
     USUAL_METHODS,
     MethodSpec,
+    find_spec,
     override,
     read_method,
 )
+from testtime.evaluation.protocols import Protocol, name_streams, read_protocol
 from testtime.evaluation.study import (
     FLAG,
     LIMIT,
@@ -40,6 +42,7 @@ from testtime.evaluation.units import Unit
 from testtime.storage import FileError
 
 _SEEDS: Kind = ("integers from 0 to 2**63 - 1", lambda value: all(is_integer(seed, 0) for seed in value))
+_EVERY: Kind = ("positive integers", lambda value: all(is_integer(number, 1) for number in value.values()))
 _OPTIONS = {JOINT: "--checkpoint", BASELINE: "--baseline"}
 
 
@@ -73,6 +76,8 @@ class Plan:
         title: A title for reports.
         on_bad_image: What to do about an unreadable image: "fail" before the run starts, or "skip" it.
         selection: Whether the run is for choosing settings, for which only held-out sets are accepted.
+        protocol: In what order, and in which calls, images are presented.
+        every: With a `rate`, method → k: it learns only from every k-th call. Measured for methods that are missing.
     """
 
     networks: Mapping[str, str]
@@ -85,6 +90,8 @@ class Plan:
     title: str = ""
     on_bad_image: datasets.OnBad = "fail"
     selection: bool = False
+    protocol: Protocol = field(default_factory=Protocol)
+    every: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in self.networks:
@@ -93,6 +100,7 @@ class Plan:
             for part in one.name.split("/"):
                 check_name("Each part of a test set's name", part, 255)
         check_entries(vars(self), {"seeds": _SEEDS, "limit": LIMIT, "shuffle": FLAG, "selection": FLAG})
+        check_entries(vars(self), {"every": _EVERY})
         for name, values in (("sets", self.sets), ("methods", self.methods)):
             check_unique(name, [value.name for value in values])
         check_unique("seeds", self.seeds)
@@ -106,11 +114,32 @@ class Plan:
             if method.network not in self.networks:
                 option = _OPTIONS.get(method.network, f"--network {method.network}=FILE")
                 raise ValueError(f"The method {method.name} needs the {method.network} network: pass {option}.")
+        self._check_protocol()
+
+    def _check_protocol(self) -> None:
+        names = [one.name for one in self.sets]
+        for stream in name_streams(self.protocol, names):
+            for part in stream.split("/"):
+                check_name("Each part of a stream's name", part, 255)
+        for network, file in self.networks.items():
+            if self.protocol.joins and fill(file, names[0]) != file:
+                raise ValueError(
+                    f"The protocol {self.protocol.name} joins the test sets to a stream, which takes one network: "
+                    f"{network} must not contain placeholders, got {file}."
+                )
+        for name in self.every:
+            if self.protocol.rate is None or all(method.name != name for method in self.methods):
+                raise ValueError(f"`every` needs a protocol with a `rate` and methods of the plan, got {name!r}.")
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the streams of images that methods are run on: the sets, unless the protocol joins them."""
+        return name_streams(self.protocol, [one.name for one in self.sets])
 
     def units(self) -> list[Unit]:
-        """Return all units, ordered by seed, method and set."""
+        """Return all units, ordered by seed, method and stream."""
         return [
-            Unit.of(method.name, one.name, seed) for seed in self.seeds for method in self.methods for one in self.sets
+            Unit.of(method.name, name, seed) for seed in self.seeds for method in self.methods for name in self.streams
         ]
 
     def method(self, name: str) -> MethodSpec:
@@ -139,6 +168,7 @@ class Plan:
         held = json.loads(text)
         held["sets"] = tuple(SetSpec(**one) for one in held["sets"])
         held["methods"] = tuple(MethodSpec(**method) for method in held["methods"])
+        held["protocol"] = Protocol(**held["protocol"])
         return Plan(**held | {"seeds": tuple(held["seeds"])})
 
 
@@ -150,8 +180,8 @@ def fill(pattern: str, set_name: str) -> str:
     """
     corruption, level = read_shift(set_name)
     words = {"{set}": set_name, "{corruption}": corruption or "original", "{level}": str(level or 0)}
-    for field, word in words.items():
-        pattern = pattern.replace(field, word)
+    for placeholder, word in words.items():
+        pattern = pattern.replace(placeholder, word)
     return pattern
 
 
@@ -171,6 +201,7 @@ def make_plan(
     limit: int | None = None,
     data_root: str | Path | None = None,
     on_bad_image: datasets.OnBad = "fail",
+    protocol: str | Mapping[str, Any] | None = None,
     **overrides: Sequence[str] | None,
 ) -> Plan:
     """Make a plan from arguments; those that are None are taken from the study.
@@ -182,16 +213,20 @@ def make_plan(
         networks: Other networks by name, as methods of the study refer to them; without a study each becomes a fixed
             method of that name. A file name may contain `{set}`, `{corruption}` and `{level}`.
         data: Test sets: names, patterns such as `cifar10-c/*/5`, or image folders.
-        methods: Names, as a list or separated by commas: `plain`, `fixed`, `episodic`, `online`, one of `METHODS`, or
-            those of the study. Those of `METHODS` only run when named.
+        methods: Names, as a list or separated by commas: `plain`, `fixed`, `episodic`, `online`, one of `METHODS` in
+            its own mode, e.g. `tent`, or in another, e.g. `tent/episodic`, or those of the study. Those of `METHODS`
+            only run when named.
         levels: Corruption levels, e.g. "1-5" or "1,3,5".
         corruptions: Names, as a list or separated by commas, or "all".
-        original: Whether naming a whole corrupted set, e.g. `cifar10-c`, includes the uncorrupted set.
+        original: Whether naming a whole corrupted set, e.g. `cifar10-c`, includes the uncorrupted set; by default only
+            where the protocol has a use for it (`reset`, `correlated`, `clean`).
         seeds: Seeds.
         shuffle: Whether to shuffle each set.
         limit: Maximum number of images per set.
         data_root: Root folder of the data sets.
         on_bad_image: What to do about an unreadable image: "fail" or "skip".
+        protocol: A name, or a table such as `{"name": "continual", "order": 3, "batch": 64}`, see `Protocol`; without a
+            name, arguments for the study's protocol.
         **overrides: For `steps`, `lr`, `copies`, `threshold` and `precision`, strings such as "0.01" (every method that
             learns) or "online=0.01" (one method).
 
@@ -205,12 +240,14 @@ def make_plan(
     files = _name_files(checkpoint, baseline, networks or {})
     chosen = override(_choose_methods(found.get("methods"), files, list(networks or ()), methods), overrides)
     used = {method.network for method in chosen}
+    presented = read_protocol(protocol, found.get("protocol"))
+    usual = not presented.joins or presented.name == "clean"
     try:
         sets = find_sets(
             wanted,
             levels if levels is not None else found.get("levels"),
             corruptions if corruptions is not None else found.get("corruptions"),
-            original if original is not None else found.get("original", True),
+            original if original is not None else found.get("original", usual),
         )
     except ValueError as error:
         if data or study is None:
@@ -227,6 +264,7 @@ def make_plan(
         title=found.get("title", ""),
         on_bad_image=on_bad_image,
         selection=found.get("selection", False),
+        protocol=presented,
     )
 
 
@@ -257,10 +295,13 @@ def _choose_methods(
         if all(method.network != name for method in known.values()):
             raise ValueError(f"No method uses the network {name!r}; available methods: {', '.join(known)}.")
     names = list(dict.fromkeys(split_words(methods))) if methods is not None else usual
+    chosen = []
     for name in names:
-        if name not in known:
+        spec = known.get(name) or (find_spec(name) if study is None else None)
+        if spec is None:
             raise ValueError(f"No method is called {name!r}; available: {', '.join(known)}.")
-    return [known[name] for name in names]
+        chosen.append(spec)
+    return chosen
 
 
 def _name_files(

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from testtime.evaluation.columns import join_columns
+from testtime.evaluation.inputs import Facts
 from testtime.evaluation.plan import Plan
 from testtime.evaluation.records import Columns
 from testtime.evaluation.schedule import Meter, make_groups
 from testtime.evaluation.units import Unit
-from testtime.evaluation.worker import Facts, Worker, choose_batch
+from testtime.evaluation.worker import Worker, choose_batch
 from testtime.provenance import describe_machine
 
 SHARD = 512
@@ -160,7 +161,7 @@ def cut(
         if plan.method(group[0].method).mode == "online":
             yield Job(tuple(_key(unit) for unit in group), 0, count)
             continue
-        batch = choose_batch(facts[group[0].set_name].shape, device)
+        batch = choose_batch(facts[group[0].set_name].shape, device, plan)
         shard = max(1, SHARD // batch) * batch
         for start in range(0, max(count, 1), shard):
             yield Job((_key(group[0]),), start, min(start + shard, count))

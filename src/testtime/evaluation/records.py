@@ -44,6 +44,9 @@ COLUMNS: dict[str, str] = {
 }
 """The fields of `Record` as columns, with their dtypes. Without a label, `label` is -1 and both verdicts are 0."""
 
+PROBABILITIES: dict[str, str] = {"probability": "float32", "probability_before": "float32"}
+"""Further columns, which units of earlier versions do not have."""
+
 
 class Record(NamedTuple):
     """The result for one image.
@@ -61,6 +64,8 @@ class Record(NamedTuple):
         confidence: The task's confidence on the plain image before adaptation, in [0, 1].
         adapted: Whether the prediction comes from a network that learned from the image.
         rolled_back: Whether the guard rolled the update back.
+        probability: The softmax probability of `prediction`, in [0, 1]; None in records of earlier versions.
+        probability_before: The softmax probability of `prediction_before`; None in records of earlier versions.
     """
 
     sample: int
@@ -74,6 +79,8 @@ class Record(NamedTuple):
     confidence: float
     adapted: bool
     rolled_back: bool
+    probability: float | None = None
+    probability_before: float | None = None
 
 
 class Flips(NamedTuple):
@@ -215,14 +222,14 @@ def _read_batch(number: int, batch: Any) -> tuple[Tensor, Tensor | None]:
 
 def _score_batch(number: int, numbers: Tensor, answers: Prediction, labels: Tensor | None) -> Columns:
     """Score predictions of a batch with labels `(N,)`, or without; returns records as columns."""
-    after, before = answers.logits.argmax(1).cpu(), answers.logits_before.argmax(1).cpu()
+    after, before = _read_scores(answers.logits), _read_scores(answers.logits_before)
     if labels is None:
         return _make_columns(numbers, None, after, before, answers)
     outside = labels[(labels < 0) | (labels >= answers.logits.shape[1])]
     if len(outside):
         classes = answers.logits.shape[1]
         raise ValueError(f"Batch {number}: labels must be from 0 to {classes - 1}, got {int(outside[0])}.")
-    return _make_columns(numbers, (labels, after == labels, before == labels), after, before, answers)
+    return _make_columns(numbers, (labels, after[0] == labels, before[0] == labels), after, before, answers)
 
 
 def walk(adapter: Adapter, test_set: TestSet, chunks: Iterable[Chunk]) -> Iterator[Columns]:
@@ -242,32 +249,56 @@ def walk(adapter: Adapter, test_set: TestSet, chunks: Iterable[Chunk]) -> Iterat
 
 def score(test_set: TestSet, numbers: Tensor, answers: Prediction) -> Columns:
     """Score an adapter's predictions for the samples with the given indices; returns records as columns."""
-    after = test_set.scores(answers.logits).argmax(1).cpu()
-    before = test_set.scores(answers.logits_before).argmax(1).cpu()
+    after = _read_scores(test_set.scores(answers.logits))
+    before = _read_scores(test_set.scores(answers.logits_before))
     if test_set.labels is None:
         return _make_columns(numbers, None, after, before, answers)
-    verdicts = test_set.is_correct(after, numbers), test_set.is_correct(before, numbers)
+    verdicts = test_set.is_correct(after[0], numbers), test_set.is_correct(before[0], numbers)
     return _make_columns(numbers, (test_set.labels[numbers], *verdicts), after, before, answers)
 
 
+def _read_scores(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the predicted classes and their softmax probabilities, both `(N,)`, from scores `(N, K)`."""
+    return scores.argmax(1).cpu(), scores.float().softmax(1).amax(1).cpu()
+
+
 def _make_columns(
-    numbers: Tensor, known: tuple[Tensor, Tensor, Tensor] | None, after: Tensor, before: Tensor, answers: Prediction
+    numbers: Tensor,
+    known: tuple[Tensor, Tensor, Tensor] | None,
+    after: tuple[Tensor, Tensor],
+    before: tuple[Tensor, Tensor],
+    answers: Prediction,
 ) -> Columns:
-    """Return records as columns; `known` are labels and which predictions are right, after and before."""
+    """Return records as columns.
+
+    Args:
+        numbers: Sample indices, `(N,)`.
+        known: Labels, and which predictions are right, after and before; None without labels.
+        after: Predicted classes and their probabilities after adaptation.
+        before: The same before adaptation.
+        answers: The adapter's predictions.
+    """
     label, is_right, was_right = known or (torch.full_like(numbers, -1), *[torch.zeros_like(numbers)] * 2)
-    values = (numbers, label, after, before, is_right, was_right, answers.loss_before, answers.loss_after)
-    values += (answers.confidence, answers.adapted, answers.rolled_back)
-    return {name: value.cpu().numpy().astype(kind) for (name, kind), value in zip(COLUMNS.items(), values, strict=True)}
+    values = (numbers, label, after[0], before[0], is_right, was_right, answers.loss_before, answers.loss_after)
+    values += (answers.confidence, answers.adapted, answers.rolled_back, after[1], before[1])
+    kinds = {**COLUMNS, **PROBABILITIES}
+    return {name: value.cpu().numpy().astype(kind) for (name, kind), value in zip(kinds.items(), values, strict=True)}
+
+
+def list_columns(names: Iterable[str]) -> list[str]:
+    """Return the names of all columns in order, without `PROBABILITIES` unless `names` contains both."""
+    more = PROBABILITIES if PROBABILITIES.keys() <= set(names) else {}
+    return [*COLUMNS, *more]
 
 
 def read_records(columns: Columns) -> Iterator[Record]:
     """Convert columns to records."""
-    for row in zip(*(columns[name].tolist() for name in COLUMNS), strict=True):
-        record, known = Record._make(row), row[1] >= 0
+    for row in zip(*(columns[name].tolist() for name in list_columns(columns)), strict=True):
+        record, labelled = Record(*row), row[1] >= 0
         yield record._replace(
-            label=record.label if known else None,
-            is_right=bool(record.is_right) if known else None,
-            was_right=bool(record.was_right) if known else None,
+            label=record.label if labelled else None,
+            is_right=bool(record.is_right) if labelled else None,
+            was_right=bool(record.was_right) if labelled else None,
             adapted=bool(record.adapted),
             rolled_back=bool(record.rolled_back),
         )

@@ -13,18 +13,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from testtime.data.sets import TestSet
+from testtime.evaluation.inputs import Facts
 from testtime.evaluation.plan import Plan
 from testtime.evaluation.records import Columns
 from testtime.evaluation.schedule import Meter, find_group_key, make_groups
 from testtime.evaluation.stream_checkpoints import StreamCheckpoints
+from testtime.evaluation.timing import CALLS, find_every, measure, read_speeds, write_speeds
 from testtime.evaluation.units import Run, Unit, open_run, prepare_folder, write_unit
-from testtime.evaluation.worker import Facts, StaleError, Worker
+from testtime.evaluation.worker import StaleError, Worker, choose_batch
 from testtime.progress import Progress
 from testtime.provenance import describe_machine
 from testtime.storage import hold_folder
@@ -76,17 +79,19 @@ def run_plan(
     if jobs > 1 and worker.device.type != "cpu":
         raise ValueError(f"`jobs` must be 1 on {worker.device.type}, got {jobs}.")
     networks = {name: worker.describe_network(name) for name in plan.networks}
-    facts = {one.name: worker.facts(one.name, progress) for one in plan.sets}
+    facts = {name: worker.facts(name, progress) for name in plan.streams}
     machine = describe_machine(worker.device)
     hardware, versions = machine["hardware"]["device"], machine["versions"]
     with hold_folder(out):
         prepare_folder(out, _describe(worker, facts, networks), _make_record(plan, facts, command) | machine)
+        plan = worker.plan = _time_methods(worker, out, progress)
         units, images = plan.units(), {name: one.count for name, one in facts.items()}
         finished = set(open_run(out, images).units)
         # Ray workers do not resume from the checkpoints of this process.
         where = hardware if ray is None else "ray"
         saved = StreamCheckpoints(out, device=where, testtime=versions["testtime"], torch=versions["torch"])
-        group_keys = {unit: key for unit in units if (key := find_group_key(plan, unit, facts)) is not None}
+        online = [unit for unit in units if plan.method(unit.method).mode == "online"]
+        group_keys = {unit: find_group_key(plan, unit, facts) or unit for unit in online}
         begun = saved.groups(group_keys, finished)
         finished -= {unit for group in begun for unit in group}
         missing = [unit for unit in units if unit not in finished]
@@ -111,6 +116,27 @@ def run_plan(
             run_on_ray(plan, missing, facts, worker.device, ray, meter, write, worker.fingerprints)
         saved.remove()
     return open_run(out, images)
+
+
+def _time_methods(worker: Worker, out: str | Path, progress: Progress | None) -> Plan:
+    """Return the plan; with a `rate`, with the `every` of its methods, measured unless known, see timing.py."""
+    plan, rate = worker.plan, worker.plan.protocol.rate
+    if rate is None:
+        return plan
+    speeds = read_speeds(out)
+    test_set = worker.open(plan.streams[0])
+    batch = choose_batch(test_set.shape, worker.device, plan)
+    order = worker.order(test_set, plan.seeds[0])[: CALLS * batch]
+    batches = [(numbers, test_set.images(numbers)) for numbers in order.split(batch)]
+    for number, method in enumerate(plan.methods):
+        if method.mode != "fixed" and method.name not in {**speeds, **plan.every}:
+            if progress is not None:
+                progress(number, len(plan.methods), f"timing {method.name}")
+            unit = Unit.of(method.name, plan.streams[0], plan.seeds[0])
+            speeds[method.name] = measure(worker.adapter(unit, test_set.shape), batches)
+            write_speeds(out, speeds)
+    every = {one.name: find_every(speeds.get(one.name, 0), batch, rate) for one in plan.methods}
+    return replace(plan, every=every | dict(plan.every))
 
 
 def _make_record(plan: Plan, facts: Mapping[str, Facts], command: str) -> dict[str, Any]:
@@ -138,8 +164,9 @@ def _run_here(
 def _run_group(
     worker: Worker, group: list[Unit], meter: Meter, saved: StreamCheckpoints, stopped: threading.Event | None = None
 ) -> tuple[list[Columns], float]:
-    """Run a unit, or several in parallel from their last checkpoint; returns their columns and the seconds taken."""
-    begun = saved.load(group) if len(group) > 1 else None
+    """Run a unit, or several in parallel, from the last checkpoint; returns their columns and the seconds taken."""
+    online = worker.plan.method(group[0].method).mode == "online"
+    begun = saved.load(group) if online else None
     before = begun.seconds if begun else 0.0
     advance, start = meter.start(group, before), time.perf_counter()
 
@@ -148,10 +175,12 @@ def _run_group(
             raise InterruptedError
         advance(images, mistakes)
 
-    if len(group) == 1:
-        return [worker.run_unit(group[0], advance=advance_or_stop)], time.perf_counter() - start
+    save = functools.partial(saved.save, group) if online else None
     try:
-        found = worker.run_streams(group, advance_or_stop, begun, functools.partial(saved.save, group))
+        if len(group) > 1:
+            found = worker.run_streams(group, advance_or_stop, begun, save)
+        else:
+            found = [worker.run_unit(group[0], advance=advance_or_stop, begun=begun, save=save)]
     except StaleError as error:
         saved.discard(group, error)
         return _run_group(worker, group, meter, saved, stopped)
@@ -209,4 +238,16 @@ def _describe(worker: Worker, facts: Mapping[str, Facts], networks: Mapping[str,
         "seeds": list(plan.seeds),
         "shuffle": plan.shuffle,
         "limit": plan.limit,
+        **_describe_protocol(plan, facts),
     }
+
+
+def _describe_protocol(plan: Plan, facts: Mapping[str, Facts]) -> dict[str, Any]:
+    """Return what a run records about its protocol; nothing if it is the default."""
+    if plan.protocol.is_default:
+        return {}
+    found: dict[str, Any] = {"protocol": {**plan.protocol.describe(), "hash": plan.protocol.hash()}}
+    if plan.every:
+        found["every"] = dict(plan.every)
+    layouts = {name: one.layout.describe() for name, one in facts.items() if one.layout is not None}
+    return found | ({"streams": layouts} if layouts else {})

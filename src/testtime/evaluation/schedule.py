@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from testtime import kernels
+from testtime.evaluation.inputs import Facts
 from testtime.evaluation.method_specs import MethodSpec
 from testtime.evaluation.plan import Plan
 from testtime.evaluation.units import Unit
-from testtime.evaluation.worker import Advance, Facts
+from testtime.evaluation.worker import Advance
 from testtime.progress import Progress
 
 _STREAMS = 128
@@ -111,7 +112,8 @@ def make_groups(
 def find_group_key(plan: Plan, unit: Unit, facts: Mapping[str, Facts]) -> tuple[Any, ...] | None:
     """Return the key shared by units that can run in parallel; None for a unit that runs alone."""
     method, known = plan.method(unit.method), facts[unit.set_name]
-    if method.mode != "online" or known.count == 0 or method.fraction is not None:
+    alone = method.needs_batch or method.fraction is not None or plan.protocol.rate is not None
+    if method.mode != "online" or alone or known.count == 0:
         return None
     return unit.method, plan.file(method.network, unit.set_name), unit.seed, known.count, known.shape
 

@@ -1,9 +1,9 @@
-"""Checkpoints of online units that run as parallel streams.
+"""Checkpoints of online units, which run alone or as parallel streams.
 
     RUN/underway/KEY.safetensors   the streams' state, and the records of their units so far
 
-Such units finish at the same time, so an interrupted run resumes from their last checkpoint, bit for bit. A truncated
-or modified file counts as missing.
+Such units are long, and parallel ones finish at the same time, so an interrupted run resumes from their last
+checkpoint, bit for bit. A truncated or modified file counts as missing.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import hashlib
 import itertools
 import logging
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from testtime.adaptation.adapters import Adapter
 from testtime.checks import Kind, check_entries, is_integer, is_list_of, is_number, is_text
-from testtime.evaluation.columns import check_columns
-from testtime.evaluation.records import COLUMNS, Columns
+from testtime.evaluation.columns import check_columns, join_columns
+from testtime.evaluation.records import COLUMNS, PROBABILITIES, Columns
 from testtime.evaluation.units import Unit
 from testtime.storage import FileError, error_text
 from testtime.tensorfile import read_description, read_tensors, write_tensors
@@ -37,17 +39,45 @@ _ABOUT: dict[str, Kind] = {
 
 
 class StreamCheckpoint(NamedTuple):
-    """The progress of units that run in parallel.
+    """The progress of a unit, or of several that run in parallel.
 
     Attributes:
         columns: The records of each unit so far.
-        state: The state of their `Streams`.
+        state: The state of their `Online` or `Streams`.
         seconds: Seconds spent so far.
     """
 
     columns: list[Columns]
     state: dict[str, Tensor]
     seconds: float
+
+
+Save = Callable[[StreamCheckpoint], None]
+
+
+class PeriodicSaver:
+    """Saves checkpoints of units periodically.
+
+    Args:
+        save: Called with a checkpoint; None never saves.
+        begun: The checkpoint that the units resumed from.
+        pause: Minimum seconds between checkpoints; it grows so that saving takes at most 5% of the time.
+    """
+
+    def __init__(self, save: Save | None, begun: StreamCheckpoint | None, pause: float) -> None:
+        self._save, self._least, self._pause = save, pause, pause
+        self._last = time.monotonic()
+        self._start = self._last - (begun.seconds if begun else 0)
+
+    def save_if_due(self, parts: Sequence[Sequence[Columns]], adapter: Adapter) -> None:
+        """Save the columns of each unit so far and the adapter's state, if enough time has passed."""
+        now = time.monotonic()
+        if self._save is None or now - self._last < self._pause:
+            return
+        columns = [join_columns(part) for part in parts]
+        self._save(StreamCheckpoint(columns, adapter.state_dict(), now - self._start))
+        self._last = time.monotonic()
+        self._pause = max(self._least, 20 * (self._last - now))
 
 
 class StreamCheckpoints:
@@ -66,7 +96,7 @@ class StreamCheckpoints:
         """Return the groups that can resume; other checkpoints are removed.
 
         Args:
-            group_keys: The group key of each unit of the plan that can run in parallel, see `find_group_key`.
+            group_keys: The group key of each unit of the plan that can resume, see `find_group_key`.
             finished: The finished units. A checkpoint of finished units was left behind by an interrupted process.
         """
         found: list[list[Unit]] = []
@@ -86,7 +116,7 @@ class StreamCheckpoints:
         """Write the checkpoint of some units atomically; a failure is logged."""
         tensors = {f"state/{name}": tensor for name, tensor in checkpoint.state.items()}
         for row, columns in enumerate(checkpoint.columns):
-            tensors |= {f"{row}/{name}": torch.from_numpy(columns[name]) for name in COLUMNS}
+            tensors |= {f"{row}/{name}": torch.from_numpy(column) for name, column in columns.items()}
         about = {
             "units": [[unit.method, unit.set_name, unit.seed] for unit in units],
             "seconds": checkpoint.seconds,
@@ -107,7 +137,8 @@ class StreamCheckpoints:
         try:
             described, tensors = read_tensors(path, _KEY)
             about = _check(described)
-            columns = [{name: tensors[f"{row}/{name}"].numpy() for name in COLUMNS} for row in range(len(units))]
+            names = [name for name in (*COLUMNS, *PROBABILITIES) if f"0/{name}" in tensors]
+            columns = [{name: tensors[f"{row}/{name}"].numpy() for name in names} for row in range(len(units))]
             for part in columns:
                 check_columns(part)
             if len({len(part["sample"]) for part in columns}) != 1:

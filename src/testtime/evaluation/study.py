@@ -21,6 +21,7 @@ from testtime.checks import (
 )
 from testtime.corruptions import CORRUPTIONS, EXTRA
 from testtime.evaluation.method_specs import read_method
+from testtime.evaluation.protocols import read_protocol
 from testtime.storage import FileError, check_file, error_text
 
 STUDIES = Path(__file__).with_name("studies")
@@ -38,6 +39,7 @@ _STUDY: dict[str, Kind] = {
     "shuffle": FLAG,
     "limit": LIMIT,
     "selection": FLAG,
+    "protocol": ("a name or a table", lambda value: is_text(value) or is_table(value)),
     "methods": ("tables", is_table),
 }
 
@@ -61,9 +63,10 @@ def read_study(study: str | Path) -> dict[str, Any]:
         shuffle = true
         limit = 1000
         selection = true                   # choose settings: only held-out sets are accepted
+        protocol = {name = "continual", order = 3, batch = 64}    # see `Protocol`
 
         [methods.fast]                     # any name
-        mode = "episodic"                  # or "fixed", "online"
+        mode = "episodic"                  # or "fixed", "online"; by default that of the `method`
         network = "joint"                  # or "baseline", or NAME of --network NAME=FILE
         steps = 1                          # any setting, see `MethodSpec`
         lr = 0.01
@@ -121,6 +124,7 @@ def _check_study(found: Mapping[str, Any]) -> None:
         parse_levels(found["levels"])
     if "corruptions" in found:
         parse_corruptions(found["corruptions"])
+    read_protocol(found.get("protocol"))
     check_unique("seeds", found.get("seeds", [0]))
     check_unique("methods", list(found.get("methods", ["fixed"])))
     for name, about in found.get("methods", {}).items():

@@ -1,8 +1,9 @@
 """Summaries: runs without their records, as one JSON file small enough to commit.
 
-For each unit it contains the metadata (counts, seconds, device) and one bit per image: whether the prediction is right.
-That suffices for tables, confidence intervals and paired tests, so a report on a summary has the same numbers as one on
-the folders. Predictions, losses and the order of the stream are omitted.
+For each unit it contains the metadata (counts, seconds, device), one bit per image, whether the prediction is right,
+and a few counts along the stream (`read_details`). That suffices for tables, confidence intervals, paired tests and
+calibration, so a report on a summary has the same numbers as one on the folders. Predictions, losses and the order of
+the stream are omitted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 import numpy as np
 
 from testtime.checks import Kind, check_entries, check_format, is_list_of, is_table, is_table_of, is_text
-from testtime.evaluation.descriptions import check_run, check_unit
+from testtime.evaluation.columns import count_probabilities, find_collapses
+from testtime.evaluation.descriptions import check_details, check_run, check_unit
+from testtime.evaluation.protocols import Layout, read_layout
 from testtime.evaluation.units import Run, RunError, Unit, Verdicts, open_run
 from testtime.storage import FileError, read_json, write_atomic
 
@@ -40,6 +43,7 @@ _RUN: dict[str, Kind] = {
     "units": ("tables", is_list_of(is_table)),
 }
 _PRIVATE = ("files",)  # paths on the machine of the run
+_BLOCKS = 200  # of a stream of many images
 
 
 def write_summary(path: str | Path, runs: Sequence[Run]) -> None:
@@ -50,7 +54,7 @@ def write_summary(path: str | Path, runs: Sequence[Run]) -> None:
         runs: The runs, from folders or from other summaries.
 
     Raises:
-        RunError: A unit's file is damaged.
+        RunError: A unit's file is damaged, or does not match the run's description.
     """
     arrays: dict[str, str] = {}
     parts: list[str] = []
@@ -65,12 +69,56 @@ def write_summary(path: str | Path, runs: Sequence[Run]) -> None:
             sets.setdefault(unit.set_name, hashes)
             # With a limit and a shuffled order, the images depend on the seed.
             own = {} if sets[unit.set_name] == hashes else {"images": hashes}
-            units.append(json.dumps(_describe(unit) | own | {"right": _pack_bits(verdicts.right)}))
+            described = _describe(unit) | {"details": read_details(run, unit)} | own
+            units.append(json.dumps(described | {"right": _pack_bits(verdicts.right)}))
         about = {key: value for key, value in run.about.items() if key not in _PRIVATE}
         head = {"name": run.path.name, "configuration": run.configuration, "about": about, "sets": sets}
         parts.append(f'{json.dumps(head)[:-1]}, "units": [\n  ' + ",\n  ".join(units) + "\n ]}")
     start = json.dumps({"kind": _KIND, "format": FORMAT, "arrays": arrays}, ensure_ascii=False)
     write_atomic(path, f'{start[:-1]},\n "runs": [\n ' + ",\n ".join(parts) + "\n]}\n")
+
+
+def read_details(run: Run, unit: Unit) -> dict[str, Any]:
+    """Return counts along the stream of a unit, from its records or from a summary, which may lack any of them.
+
+    Args:
+        run: The run.
+        unit: One of its units.
+
+    Returns:
+        JSON-serializable: `calibration`, see `count_probabilities`; `collapses`, see `find_collapses`; and, for a
+        stream of several sets, `segments`, the number of right predictions in each segment, and `blocks`, in each
+        `size` consecutive images (`right`).
+
+    Raises:
+        RunError: The unit's file is damaged, or does not match the layout of its stream.
+    """
+    if unit.held is not None:
+        return dict(unit.about.get("details", {}))
+    columns = unit.columns()
+    found: dict[str, Any] = {"collapses": [list(one) for one in find_collapses(columns)]}
+    calibration = count_probabilities(columns)
+    if calibration is not None:
+        found["calibration"] = calibration
+    try:
+        layout = read_layout(run.configuration, unit.set_name)
+    except ValueError as error:
+        raise RunError(run.path, str(error).removesuffix(".")) from None
+    return found if layout is None else found | _count_parts(unit, columns["is_right"], layout)
+
+
+def _count_parts(unit: Unit, right: np.ndarray, layout: Layout) -> dict[str, Any]:
+    """Count the right predictions `(N,)` of a stream in each segment and block."""
+    segment = layout.segment_of()
+    if layout.segments and len(segment) != len(right):
+        fault = f"has {len(right):,} images of {unit.set_name}, not {len(segment):,}"
+        raise RunError(unit.path or unit.relative_path, fault)
+    size = max(1, min(100, len(right) // 10), -(-len(right) // _BLOCKS))
+    blocks = np.add.reduceat(right.astype(np.int64), np.arange(0, len(right), size)) if len(right) else right
+    found: dict[str, Any] = {"blocks": {"size": size, "right": blocks.tolist()}}
+    if layout.segments:
+        found["segments"] = np.bincount(segment, right, len(layout.segments)).astype(int).tolist()
+    return found
 
 
 def open_runs(path: str | Path) -> list[Run]:
@@ -144,6 +192,7 @@ def _read_unit(path: Path, held: Mapping[str, Any], sets: Mapping[str, Any], arr
         raise ValueError(f"the verdicts of {held['method']!r} on {held['set']!r} do not match its counts")
     if len(samples) and (samples[0] < 0 or samples[-1] >= 2**31 or (np.diff(samples) <= 0).any()):
         raise ValueError(f"the images of {held['set']!r} have invalid indices")
+    check_details(held.get("details", {}), held["counts"]["images"])
     about = {key: value for key, value in held.items() if key not in ("right", "images")}
     verdicts = Verdicts(samples.astype(np.int32), labels, right)
     return replace(Unit.of(held["method"], held["set"], held["seed"]), path=path, about=about, held=verdicts)

@@ -21,7 +21,7 @@ from testtime.evaluation.method_specs import JOINT, MethodSpec, override
 from testtime.evaluation.plan import Plan, find_sets
 from testtime.evaluation.study import split_words
 from testtime.evaluation.units import Run, Unit
-from testtime.networks.checkpoint import load
+from testtime.networks.sources import open_network
 from testtime.storage import write_atomic
 
 _FIXED = "fixed"
@@ -70,7 +70,7 @@ def make_tuning_plan(
     """Make the plan of a tuning run: every method of a grid, and the unadapted network, on held-out sets.
 
     Args:
-        checkpoint: The network: a file, or the name of a bundled one.
+        checkpoint: The network: a file, the name of a bundled one, or a model, see `networks.sources`.
         grid: The methods, see `make_grid`.
         data: Held-out sets; None for those of the network's own training data, original and corrupted.
         levels: Levels of the corrupted sets.
@@ -80,10 +80,10 @@ def make_tuning_plan(
 
     Raises:
         ValueError: A set is not held out, or the network's training data has no held-out set.
-        CheckpointError: The network is missing or damaged.
+        FileError: The network is missing or damaged.
     """
     if not data:
-        source = find_training_data(load(checkpoint).card.record)
+        source = find_training_data(open_network(str(checkpoint)).card.record)
         if source not in COUNTS:
             raise ValueError(f"{checkpoint} does not record training data with a held-out set: pass --data.")
         data = [f"{source}-held-out-c"]

@@ -24,7 +24,7 @@ from safetensors.numpy import save
 from testtime.checks import check_format, check_table, format_value, is_file_name, is_text, quote_name
 from testtime.evaluation.columns import check_columns, count_columns
 from testtime.evaluation.descriptions import check_run, check_unit, read_shift
-from testtime.evaluation.records import COLUMNS, Columns
+from testtime.evaluation.records import COLUMNS, PROBABILITIES, Columns, list_columns
 from testtime.provenance import find_differences
 from testtime.storage import FileError, check_file, clear_parts, error_text, parse_json, read_json, write_atomic
 
@@ -164,7 +164,8 @@ def open_run(path: str | Path, images: Mapping[str, int] | None = None) -> Run:
     path = Path(path)
     configuration, about = _read_description(path)
     found = [_read_or_fail(path, file) for file in sorted((path / "units").rglob("seed-*.safetensors"))]
-    units, lacking = _sort_out([unit for unit in found if isinstance(unit, Unit)], configuration.get("limit"), images)
+    limit = None if "streams" in configuration else configuration.get("limit")  # that of a set, not of a stream
+    units, lacking = _sort_out([unit for unit in found if isinstance(unit, Unit)], limit, images)
     damaged = [error for error in found if isinstance(error, RunError)] + lacking
     for error in damaged:
         log.warning("%s; it counts as missing", error)
@@ -309,7 +310,8 @@ def read_unit(path: Path) -> tuple[Unit, Columns]:
         check_file(path)
         with safe_open(path, framework="numpy") as file:
             text = (file.metadata() or {}).get(_KEY)
-            columns = {name: file.get_tensor(name) for name in COLUMNS if name in file.keys()}  # noqa: SIM118
+            held = set(file.keys())
+            columns = {name: file.get_tensor(name) for name in (*COLUMNS, *PROBABILITIES) if name in held}
         if text is None:
             raise ValueError("it has no description of a unit")
         about = parse_json(text)
@@ -347,7 +349,7 @@ def format_run(run: Run) -> str:
 
 def _hash(about: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> str:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    for name in COLUMNS:
+    for name in list_columns(columns):
         digest.update(f"\n{name} {columns[name].dtype} {columns[name].shape}\n".encode())
         digest.update(np.ascontiguousarray(columns[name]).tobytes())
     return digest.hexdigest()

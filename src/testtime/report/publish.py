@@ -10,6 +10,10 @@ from testtime.data.sets import TestSet
 from testtime.evaluation import Run, open_runs, write_summary
 from testtime.progress import Progress
 from testtime.report.canvas import Drawing
+from testtime.report.comparison import Comparison, compare_runs
+from testtime.report.comparison_figures import draw_comparison
+from testtime.report.comparison_page import render_comparison_page
+from testtime.report.comparison_tables import explain_comparison, make_sheets
 from testtime.report.pages import require
 from testtime.report.paper import Measure
 from testtime.report.results import Results, collect
@@ -17,6 +21,7 @@ from testtime.report.run_figures import draw_all
 from testtime.report.run_page import render_run_page
 from testtime.report.run_tables import as_csv, latex, markdown
 from testtime.report.samples import SetLookup
+from testtime.report.sheets import format_csv, format_latex, format_markdown
 from testtime.storage import write_atomic
 
 Format = Literal["md", "latex", "csv", "json", "html"]
@@ -53,7 +58,7 @@ def publish(
     command: str = "",
     progress: Progress | None = None,
 ) -> Results:
-    """Write the report of runs; each file is written atomically.
+    """Write the report of runs with the default protocol, `reset`; each file is written atomically.
 
     Args:
         runs: Run folders, summaries, or opened runs; several with the same method and set are repetitions.
@@ -80,7 +85,7 @@ def publish(
     folder = Path(out)
     if "html" in formats:
         require()
-    results = collect([found for run in runs for found in ([run] if isinstance(run, Run) else open_runs(run))], seed)
+    results = collect(_open_all(runs), seed)
     if "md" in formats:
         _write(folder / "tables.md", markdown(results, measure, paper))
     if "latex" in formats:
@@ -106,6 +111,62 @@ def publish(
         if progress is not None:
             progress(len(drawings) + 1, len(drawings) + 1, "index.html")
     return results
+
+
+def compare(
+    runs: Sequence[str | Path | Run],
+    out: str | Path,
+    *,
+    formats: Sequence[Format] = FORMATS,
+    seed: int = 0,
+    sections: Sequence[Words] = (),
+    command: str = "",
+    progress: Progress | None = None,
+) -> Comparison:
+    """Write the report of runs with several protocols, or another than `reset`; each file is written atomically.
+
+    Args:
+        runs: Run folders, summaries, or opened runs; those that differ only in order or seed are repetitions.
+        out: The folder, with the same files as those of `publish`.
+        formats: Which files to write; `html` includes the figures.
+        seed: Seed of the bootstrap.
+        sections: Sections at the beginning of the page, each a title and paragraphs.
+        command: The command line to record.
+        progress: Called with the figures and pages done, their total, and the title of the last one.
+
+    Returns:
+        The reported comparison.
+
+    Raises:
+        RunError: A path is neither a run folder nor a summary.
+        ResultsError: There is nothing to report, or the runs cannot be combined.
+        ModuleNotFoundError: The extra `report` is not installed; raised before anything is read.
+    """
+    folder = Path(out)
+    if "html" in formats:
+        require()
+    comparison = compare_runs(_open_all(runs), seed)
+    sheets, words = make_sheets(comparison), [*explain_comparison(), *comparison.notes]
+    if "md" in formats:
+        _write(folder / "tables.md", format_markdown(sheets, words))
+    if "latex" in formats:
+        _write(folder / "tables.tex", format_latex(sheets, words))
+    if "csv" in formats:
+        _write(folder / "tables.csv", format_csv(sheets))
+    if "json" in formats:
+        write_summary(folder / "summary.json", comparison.runs)
+    if "html" in formats:
+        drawings = list(draw_comparison(comparison))
+        _write_figures(folder / "figures", [drawing for _, _, drawing in drawings], progress)
+        page = render_comparison_page(comparison, drawings, sections=sections, seed=seed, command=command)
+        _write(folder / "index.html", page)
+        if progress is not None:
+            progress(len(drawings) + 1, len(drawings) + 1, "index.html")
+    return comparison
+
+
+def _open_all(runs: Sequence[str | Path | Run]) -> list[Run]:
+    return [found for run in runs for found in ([run] if isinstance(run, Run) else open_runs(run))]
 
 
 def _write_figures(folder: Path, drawings: Sequence[Drawing], progress: Progress | None) -> None:

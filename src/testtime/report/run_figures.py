@@ -108,7 +108,7 @@ def draw_bars(table: Table, measure: Measure = "error", paper: bool = False) -> 
         axes.set_ylim(0)
         axes.set_ylabel(f"{measure} in %")
         axes.grid(axis="y")
-        _legend(figure, axes)
+        draw_legend(figure, axes)
 
     return Drawing(f"bars-{_slug(table)}", f"{table.title}: {measure} of each method", (_WIDTH, 3.6), draw)
 
@@ -134,7 +134,7 @@ def draw_streams(results: Results, table: Table, measure: Measure = "accuracy") 
         _hide_rest(grid, len(curves), across)
         figure.supxlabel("images seen", fontsize=11)
         figure.supylabel(f"{measure} of the last {window} in %", fontsize=11)
-        _legend(figure, grid[0, 0])
+        draw_legend(figure, grid[0, 0])
 
     title = f"{table.title}: {measure} along the stream"
     return Drawing(f"stream-{_slug(table)}", title, (_WIDTH, 1.25 * down + 1.0), draw)
@@ -190,7 +190,7 @@ def draw_gradual(results: Results, table: Table, measure: Measure = "error") -> 
         grid[0, 0].set_ylim(0)
         grid[0, 0].set_ylabel(f"{measure} of the last {window} in %")
         figure.supxlabel("images seen, noise growing from level 1 to level 5", fontsize=11)
-        _legend(figure, grid[0, 0])
+        draw_legend(figure, grid[0, 0])
 
     return Drawing(f"gradual-{_slug(table)}", f"{table.title}: {measure} along it", (_WIDTH, 2.9), draw)
 
@@ -225,7 +225,7 @@ def draw_flips(table: Table) -> Drawing | None:
         grid[0, 0].set_yticks(range(len(columns)), [column_title(column) for column in columns])
         grid[0, 0].set_ylim(len(columns) - 0.4, -0.6)
         figure.supxlabel(f"images whose verdict differs from {BASELINE}'s", fontsize=11)
-        _legend(figure, grid[0, 0])
+        draw_legend(figure, grid[0, 0])
 
     title = f"{table.title}: images that became right and wrong"
     width = min(_WIDTH, 2.4 + 2.2 * len(methods))
@@ -258,7 +258,7 @@ def draw_levels(tables: Sequence[Table], measure: Measure = "error", paper: bool
         axes.set_xlabel("level")
         axes.set_ylabel(f"mean {measure} in %")
         axes.grid(axis="y")
-        _legend(figure, axes)
+        draw_legend(figure, axes)
 
     title = f"{tables[0].family}: mean {measure} at every level"
     return Drawing(f"levels-{_slug(tables[0])}", title, (5.4, 3.4), draw)
@@ -359,7 +359,8 @@ def _diamonds(
     )
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def draw_legend(figure: Figure, axes: Axes) -> None:
+    """Draw the legend of the axes above the figure, the paper's values last."""
     handles, labels = axes.get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda index: labels[index] == _PAPER)  # last
     figure.legend(

@@ -106,27 +106,33 @@ def markdown(results: Results, measure: Measure = "error", paper: bool = False) 
     """Format all tables as Markdown, with an explanation of the symbols."""
     parts: list[str] = []
     for table in results.tables:
-        heading = [measure + " in %", *(_cell(column_short(column)) for column in table.columns)]
-        lines = [f"### {_cell(table.title)}", "", _line(heading), "|---|" + "---:|" * len(table.columns)]
+        heading = [measure + " in %", *(escape_markdown(column_short(column)) for column in table.columns)]
+        lines = [
+            f"### {escape_markdown(table.title)}",
+            "",
+            format_line(heading),
+            "|---|" + "---:|" * len(table.columns),
+        ]
         for kind, title, cells in _rows(table, measure, paper):
-            texts = [_cell(text) for text in cells]
+            texts = [escape_markdown(text) for text in cells]
             if kind in table.rows:
                 texts = [
                     f"**{text}**" if text and table.is_best(kind, column) else text
                     for text, column in zip(texts, table.columns, strict=True)
                 ]
-            lines.append(_line([_cell(title), *texts]))
+            lines.append(format_line([escape_markdown(title), *texts]))
         parts.append("\n".join(lines))
     words = [*explain(results, measure), *results.notes]
-    return "\n\n".join([*parts, "\n".join(f"- {_cell(line)}" for line in words)]) + "\n"
+    return "\n\n".join([*parts, "\n".join(f"- {escape_markdown(line)}" for line in words)]) + "\n"
 
 
-def _line(cells: Sequence[str]) -> str:
+def format_line(cells: Sequence[str]) -> str:
+    """Format a row of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 
-def _cell(text: str) -> str:
-    # Escape cell separators, emphasis, links, formulas and HTML.
+def escape_markdown(text: str) -> str:
+    """Escape cell separators, emphasis, links, formulas and HTML."""
     text = html.escape(printable(text), quote=False)
     for sign in "\\|*_`[]$":
         text = text.replace(sign, "\\" + sign)
@@ -170,11 +176,11 @@ def latex(results: Results, measure: Measure = "error", paper: bool = False) -> 
             r"\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%",
             rf"\begin{{tabular}}{{{columns}}}",
             r"\toprule",
-            " & ".join(["", *(_latex(column_short(column)) for column in table.columns)]) + r" \\",
+            " & ".join(["", *(escape_latex(column_short(column)) for column in table.columns)]) + r" \\",
             r"\midrule",
         ]
         for index, (kind, title, cells) in enumerate(_rows(table, measure, paper)):
-            texts = [_latex(text) for text in cells]
+            texts = [escape_latex(text) for text in cells]
             if kind in table.rows:
                 if index and paper:
                     lines.append(r"\addlinespace")
@@ -182,17 +188,18 @@ def latex(results: Results, measure: Measure = "error", paper: bool = False) -> 
                     rf"\textbf{{{text}}}" if text and table.is_best(kind, column) else text
                     for text, column in zip(texts, table.columns, strict=True)
                 ]
-                lines.append(" & ".join([_latex(title), *texts]) + r" \\")
+                lines.append(" & ".join([escape_latex(title), *texts]) + r" \\")
             else:
-                quiet = [rf"{{\scriptsize {text}}}" if text else "" for text in (_latex(title), *texts)]
+                quiet = [rf"{{\scriptsize {text}}}" if text else "" for text in (escape_latex(title), *texts)]
                 lines.append(" & ".join(quiet) + r" \\")
         caption = " ".join([f"{table.title}: {measure} in %.", *explain(results, measure)])
-        lines += [r"\bottomrule", r"\end{tabular}}", rf"\caption{{{_latex(caption)}}}", r"\end{table*}"]
+        lines += [r"\bottomrule", r"\end{tabular}}", rf"\caption{{{escape_latex(caption)}}}", r"\end{table*}"]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
-def _latex(text: str) -> str:
+def escape_latex(text: str) -> str:
+    """Escape a text for LaTeX."""
     return "".join(_LATEX.get(sign, sign) for sign in printable(text))
 
 

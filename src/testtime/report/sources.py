@@ -55,11 +55,11 @@ class SetVerdicts:
 RunUnits = dict[tuple[str, str], tuple[RunUnit, ...]]
 
 
-def sort_units(runs: Sequence[Run]) -> tuple[RunUnits, list[str]]:
-    """Return the labelled units of runs by method and set, and notes on what was omitted.
+def check_runs(runs: Sequence[Run]) -> list[str]:
+    """Check that each run was given once and has finished units; returns notes on damaged files.
 
     Raises:
-        ResultsError: There is nothing to report, or the runs cannot be combined.
+        ResultsError: A run cannot be reported.
     """
     notes: list[str] = []
     if not runs:
@@ -73,8 +73,24 @@ def sort_units(runs: Sequence[Run]) -> tuple[RunUnits, list[str]]:
             raise ResultsError(run.path, "contains no finished unit yet")
         if run.damaged:
             notes.append(f"{run.path.name}: {_count(len(run.damaged), 'damaged file')} omitted.")
+    return notes
+
+
+def sort_units(runs: Sequence[Run]) -> tuple[RunUnits, list[str]]:
+    """Return the labelled units of runs by method and set, and notes on what was omitted.
+
+    Raises:
+        ResultsError: There is nothing to report, or the runs cannot be combined.
+    """
+    notes = check_runs(runs)
+    for run in runs:
+        if "protocol" in run.configuration:
+            fault = f"has the protocol {run.configuration['protocol'].get('name')}, not reset"
+            raise ResultsError(run.path, fault, "report it with `compare`")
     for first, other in itertools.combinations(runs, 2):
-        _check_same_kind(first, other)
+        check_norms(first, other)
+        check_sets(first, other)
+        check_methods(first, other)
     summaries = [run for run in runs if any(unit.held is not None for unit in run.units)]
     if summaries:
         windows = "" if all("shuffle" in run.configuration for run in summaries) else ", e.g. sliding windows,"
@@ -124,14 +140,35 @@ def _find_fingerprint(source: RunUnit) -> str | None:
         return None
 
 
-def _check_same_kind(first: Run, other: Run) -> None:
+def check_norms(first: Run, other: Run) -> None:
+    """Check that the networks of two runs have the same normalization.
+
+    Raises:
+        ResultsError: They do not.
+    """
     norms = [", ".join(sorted(find_norms([run]))) for run in (first, other)]
     if norms[0] != norms[1]:
         fault = f"has networks with normalization {norms[1] or 'unknown'}, {first.path} has {norms[0] or 'unknown'}"
         raise ResultsError(other.path, fault, "report them separately")
+
+
+def check_sets(first: Run, other: Run) -> None:
+    """Check that the sets that two runs share have the same content.
+
+    Raises:
+        ResultsError: They do not.
+    """
     for name in sorted(fingerprints(first).keys() & fingerprints(other).keys()):
         if fingerprints(first)[name] != fingerprints(other)[name]:
             raise ResultsError(other.path, f"has different data: {name} is not the same as in {first.path}")
+
+
+def check_methods(first: Run, other: Run) -> None:
+    """Check that the methods that two runs share have the same settings.
+
+    Raises:
+        ResultsError: They do not.
+    """
     ours, theirs = (run.configuration.get("methods") for run in (first, other))
     if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
         return
@@ -149,7 +186,8 @@ def compare_methods(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[
         ours: Mode, network and settings by method, as in a run's configuration.
         theirs: The same for the other run.
     """
-    usual = {field.name: field.default for field in fields(Settings)}
+    # Records without a precision are of version 0.1, whose default was fp32.
+    usual = {field.name: field.default for field in fields(Settings)} | {"precision": "fp32"}
 
     def complete(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
         held = dict(one)

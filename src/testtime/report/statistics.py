@@ -111,6 +111,29 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
+def calibration_error(images: Sequence[int], probability: Sequence[float], right: Sequence[int]) -> float:
+    """Return the expected calibration error in [0, 1].
+
+    It is the mean over images of the difference between the accuracy and the mean probability of their bin.
+
+    Args:
+        images: Number of images in each bin.
+        probability: Sum of their probabilities.
+        right: Number of right predictions.
+
+    Raises:
+        ValueError: There are no images.
+    """
+    if sum(images) == 0:
+        raise ValueError("There are no images.")
+    return math.fsum(abs(one - other) for one, other in zip(probability, right, strict=True)) / sum(images)
+
+
+def rank(values: Sequence[float]) -> list[float]:
+    """Return the ranks of values, 1 for the smallest; equal ones share the mean of their ranks."""
+    return [sum(other < one for other in values) + (1 + sum(other == one for other in values)) / 2 for one in values]
+
+
 def spread(values: Sequence[float]) -> float | None:
     """Return the sample standard deviation (n - 1); None for fewer than two values."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else None

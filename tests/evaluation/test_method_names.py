@@ -1,0 +1,52 @@
+"""Names of methods in runs: alone, in another mode, and in studies."""
+
+from __future__ import annotations
+
+import pytest
+
+import testtime as tt
+from testtime.adaptation.methods import METHODS
+from testtime.evaluation import make_plan
+from testtime.evaluation.method_specs import find_spec, read_method
+
+
+def test_a_name_alone_stands_for_the_method_in_its_own_mode() -> None:
+    for name in METHODS.keys() - {"ttt"}:
+        spec = find_spec(name)
+        assert spec is not None
+        assert (spec.name, spec.mode, spec.method) == (name, METHODS[name].mode, name)
+
+
+def test_a_mode_behind_a_slash() -> None:
+    spec = find_spec("tent/episodic")
+    assert spec is not None
+    assert (spec.name, spec.mode, spec.method) == ("tent-episodic", "episodic", "tent")
+    assert [find_spec(name) for name in ("tent/", "tent/fixed", "tend/online", "/online", "tent/online/online")] == [
+        None
+    ] * 5
+
+
+def test_a_plan_has_both() -> None:
+    plan = make_plan(checkpoint="digits-resnet8-gn-joint", data="digits", methods="tent,tent/episodic,memo/online")
+    assert [(one.name, one.mode, one.method) for one in plan.methods] == [
+        ("tent", "online", "tent"),
+        ("tent-episodic", "episodic", "tent"),
+        ("memo-online", "online", "memo"),
+    ]
+    with pytest.raises(ValueError, match="'tent/always'"):
+        make_plan(checkpoint="digits-resnet8-gn-joint", data="digits", methods="tent/always")
+
+
+def test_a_study_may_leave_out_the_mode_and_set_resets() -> None:
+    spec = read_method("often", {"method": "memo", "steps": 2})
+    assert (spec.mode, spec.method) == ("episodic", "memo")
+    spec = read_method("often", {"method": "tent", "resets": 50})
+    net = tt.load("digits-resnet8-gn-joint")
+    assert spec.describe(net)["settings"]["resets"] == 50
+    assert spec.make(net, 0).settings.resets == 50
+    assert "resets" not in read_method("plain", {"method": "tent"}).describe(net)["settings"]
+    for bad in ({"resets": 0}, {"resets": "often"}, {"resets": 1.5}):
+        with pytest.raises(ValueError, match="resets"):
+            read_method("often", {"method": "tent", **bad})
+    with pytest.raises(ValueError, match="`mode` or a `method`"):
+        read_method("often", {"steps": 2})
