@@ -87,6 +87,8 @@ FITS = {
 }
 """Name → arguments of `testtime fit-branch`."""
 
+BATCHED = "fixed,norm,tent,shot,eta,eata,rdumb,sar,cotta,lame,t3a,roid,rotta,actmad"
+METHODS = "--data cifar10-c --levels 5 --limit 2000 --shuffle --precision tf32"
 HELD_OUT = "--data cifar10-held-out-c --levels 5 --methods fixed,online --precision bf16 --shuffle"
 LEVEL_5 = "--data cifar10-c --levels 5 --methods fixed,online --precision bf16 --shuffle"
 EVALUATIONS = {
@@ -119,6 +121,16 @@ EVALUATIONS = {
     **{name: f"-c runs/{name}/network.safetensors {LEVEL_5}" for name in FITS if name.startswith("branch-")},
     "robust-x2-level-5": f"-c cifar10-resnet26x2-gn-robust {LEVEL_5}",
     "robust-x2-best": "-c cifar10-resnet26x2-gn-robust --matrix best --precision bf16",
+    **{
+        f"methods-{norm}-{name}": f"-c cifar10-resnet26-{norm}-joint {METHODS} {options}"
+        for norm in ("bn", "gn")
+        for name, options in (
+            ("batch-200", f"--methods {BATCHED},online --batch 200"),
+            ("batch-1", "--methods fixed,norm,tent,eata,online --batch 1"),
+            ("continual", f"--methods {BATCHED},online --batch 200 --protocol continual"),
+            ("correlated", f"--methods {BATCHED},online --batch 200 --protocol correlated"),
+        )
+    },
 }
 """Name → arguments of `testtime eval`."""
 
