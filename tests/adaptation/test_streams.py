@@ -223,8 +223,8 @@ def test_saved_streams_continue_bit_for_bit(tmp_path: Path, optimizer: Any, befo
         chosen = torch.tensor([2, 0])
         expected = streams.predict(pictures(2, seed=call), streams=chosen)
         answers = again.predict(pictures(2, seed=call), streams=chosen)
-        # A single row times a matrix may be rounded otherwise than several.
-        assert same(answers, expected) if after > 1 else close(answers, expected)
+        # Another number of matrices in one product may be rounded otherwise.
+        assert same(answers, expected) if after == before else close(answers, expected)
     assert all(equal(a, b) for a, b in zip(rows(again), rows(streams), strict=True))
     assert (again.seen, again.adapted) == (streams.seen, streams.adapted)
 

@@ -41,7 +41,7 @@ from testtime.evaluation.columns import join_columns, make_columns
 from testtime.evaluation.inputs import Facts
 from testtime.evaluation.plan import fill
 from testtime.evaluation.ray import cut, start_ray
-from testtime.evaluation.records import Record, evaluate, stream_order
+from testtime.evaluation.records import PROBABILITIES, Record, evaluate, stream_order
 from testtime.evaluation.schedule import make_groups
 from testtime.evaluation.units import COLUMNS, read_unit, write_unit
 from testtime.evaluation.worker import Worker, choose_batch, find_threshold
@@ -623,13 +623,17 @@ RECORDS = st.builds(
     confidence=st.floats(0, 1, width=32),
     adapted=st.booleans(),
     rolled_back=st.booleans(),
+    probability=st.floats(0, 1, width=32),
+    probability_before=st.none() | st.floats(0, 1, width=32),
 )
 
 
 @given(records=st.lists(RECORDS, max_size=5), cut_at=st.integers(0, 5))
 def test_columns_are_records_and_join(records: list[Record], cut_at: int) -> None:
     columns = make_columns(records)
-    assert {name: str(column.dtype) for name, column in columns.items()} == COLUMNS
+    has_all = records and all(record.probability_before is not None for record in records)
+    kinds = {**COLUMNS, **(PROBABILITIES if has_all else {})}
+    assert {name: str(column.dtype) for name, column in columns.items()} == kinds
     for place, record in enumerate(records):
         row = {name: column[place] for name, column in columns.items()}
         assert row["sample"] == record.sample

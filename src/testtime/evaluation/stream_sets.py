@@ -188,7 +188,7 @@ def correlate(test_set: TestSet, order: Tensor, concentration: float, seed: int)
         assigned: list[int] = []
         for k, random in enumerate((is_fresh < slots * concentration).tolist()):
             assigned.append(fresh[k] if random else assigned[like[k]])
-        slot[own] = torch.tensor(assigned, device="cpu")
+        slot[own] = torch.tensor(assigned, dtype=torch.int64, device="cpu")
     pairs = slot * slots + labels  # a slot of a class
     rank = Draws.of(seed, pairs).purpose("order of classes").keys
     by_rank = rank.argsort(stable=True)

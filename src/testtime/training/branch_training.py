@@ -112,8 +112,11 @@ class BranchTraining:
         terms = ("task", "distillation") if self.recipe.joint else ("task",)
         sums = torch.zeros(len(terms) + 1, dtype=torch.float32, device=self.device)
         count = 0
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), arithmetic(self.recipe.precision, self.device):
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with (
+            torch.random.fork_rng(devices, device_type=self.device.type),
+            arithmetic(self.recipe.precision, self.device),
+        ):
             torch.manual_seed((self.recipe.seed * 1_000_003 + epoch) % 2**63)  # dropout, and the order of a loader
             self._train_mode()
             for numbers, images in self.source.batches(epoch):
