@@ -70,6 +70,7 @@ class Replicas:
         self.net, self.example = net, example
         self.count, self.dtype = count, dtype
         self._mean, self._std = net.mean.clone(), net.std.clone()
+        self._channels = net.channels
         self._known = type(net).normalise is YNet.normalise
         self._normalise = (_copy_normalisation(net) if self._known else copy.deepcopy(net)).normalise
         self.parts: dict[Part, _Stacked | _Direct | _Mapped | _Plain] = {}
@@ -114,7 +115,7 @@ class Replicas:
         return self.parts["encoder"](self._prepare(images))
 
     def _prepare(self, images: Tensor) -> Tensor:
-        if self._known:
+        if self._known and images.shape[2] == (self._channels or images.shape[2]):
             pixels = kernels.take_over("normalise", images.flatten(0, 1), self._mean, self._std, self.dtype)
             if pixels is not None:
                 return pixels.unflatten(0, images.shape[:2])
@@ -125,7 +126,7 @@ class Replicas:
         return self.parts["classifier"](features)
 
     def supervise(self, features: Tensor) -> Tensor:
-        """Return the task's outputs `(S, B, outputs)` of features `(S, B, ...)`.
+        """Return the task's outputs `(S, B, ...)` of features `(S, B, ...)`.
 
         Raises:
             ValueError: The network has no self-supervised branch.
@@ -139,7 +140,7 @@ class Replicas:
         return self.classify(self.encode(images))
 
     def self_supervise(self, views: Tensor) -> Tensor:
-        """Return the task's outputs `(S, B, outputs)` of views `(S, B, C, H, W)`."""
+        """Return the task's outputs `(S, B, ...)` of views `(S, B, C, h, w)`."""
         return self.supervise(self.encode(views))
 
     def use_statistics(self, statistics: Statistics) -> None:
@@ -233,7 +234,7 @@ def _encode(encoder: nn.Module, images: Tensor) -> Tensor:
 
 def _copy_normalisation(net: YNet) -> YNet:
     """Return a network without layers that normalises as another one does."""
-    made = YNet(nn.Identity(), nn.Identity(), nn.Identity(), net.card)
+    made = YNet(nn.Identity(), nn.Identity(), nn.Identity(), net.card, channels=net.channels)
     made.mean, made.std = net.mean.clone(), net.std.clone()
     return made
 

@@ -145,6 +145,9 @@ class _LayerNorm(nn.Module):
         self.eps = layer.eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.weight is not None and len(self.weight) == 1:  # a single set of parameters
+            bias = None if self.bias is None else self.bias[0].to(x.dtype)
+            return F.layer_norm(x, x.shape[-1:], self.weight[0].to(x.dtype), bias, self.eps)
         y = F.layer_norm(x, x.shape[-1:], eps=self.eps)
         return _scale(y, self.weight, self.bias, axis=-1)
 
@@ -158,6 +161,8 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         count, outputs, inputs = self.weight.shape
+        if count == 1:
+            return F.linear(x, self.weight[0].to(x.dtype), None if self.bias is None else self.bias[0].to(x.dtype))
         rows = x.reshape(count, -1, inputs)  # (S, B·…, inputs)
         weight = self.weight.to(x.dtype).transpose(1, 2)
         if self.bias is None:
