@@ -110,7 +110,10 @@ Epochs = Annotated[
         rich_help_panel=RECIPE,
     ),
 ]
-Lr = Annotated[float | None, Option(help="Learning rate.", show_default="0.1; vit 0.001; vit on digits 0.003", rich_help_panel=RECIPE)]
+Lr = Annotated[
+    float | None,
+    Option(help="Learning rate.", show_default="0.1; vit 0.001, with digits 0.003", rich_help_panel=RECIPE),
+]
 WeightDecay = Annotated[
     float | None,
     Option(min=0, help="Weight decay.", show_default="0.0005; imagenet 0.0001; vit 0.05", rich_help_panel=RECIPE),
