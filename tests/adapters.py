@@ -96,7 +96,6 @@ ADAPTERS: dict[str, Callable[..., Adapter]] = {
     "cotta, online, batch norm": make(Online, method="cotta"),
     "cotta, episodic, no branch": make(Episodic, method="cotta"),
     "cotta, streams": make(Streams, COUNT, method="cotta"),
-    "episodic, vit": make(Episodic, steps=2),
     "online, vit": make(Online),
     "streams, vit": make(Streams, COUNT),
     "lame, online": make(Online, method="lame"),

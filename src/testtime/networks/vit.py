@@ -36,7 +36,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = _norm(width), _norm(width)
-        self.qkv, self.out = _linear(width, 3 * width), _linear(width, width)
+        self.qkv, self.out = _linear(width, 3 * width, bias=False), _linear(width, width)  # a key has no use for a bias
         self.expand, self.reduce = _linear(width, 4 * width), _linear(4 * width, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
