@@ -66,7 +66,7 @@ def make_naive(net: tt.YNet, images: Tensor, copies: int, precision: str, device
 
 
 def make_training(net: tt.YNet, size: int, batch: int, precision: str, device: str) -> Work:
-    net = copy.deepcopy(net).train()
+    net.train()
     if device == "cuda":
         net = net.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD([*net.encoder.parameters(), *net.get_submodule("ssl").parameters()], lr=0.001)
@@ -96,7 +96,7 @@ def list_work(net: tt.YNet, pool: Tensor, options: argparse.Namespace) -> dict[s
     online = make_adapter(tt.Online, net, **shared)
     streams = make_adapter(tt.Streams, net, len(pool), **shared)
     norms = make_adapter(tt.Streams, net, len(pool), update="norm", **shared)
-    training = make_training(net, pool.shape[-1], copies * len(pool), precision, device)
+    training = make_training(copy.deepcopy(net), pool.shape[-1], copies * len(pool), precision, device)
     return {
         "naive": (make_naive(net, few, copies, precision, device), len(few)),
         "online": (lambda: online.predict(few), len(few)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import math
@@ -129,19 +128,9 @@ def test_large_models_are_compared_with_plain_training(
             assert row[f"{kind}_range"][0] <= row[kind] <= row[f"{kind}_range"][1]
 
 
-def test_plain_training_moves_encoder_and_branch_of_a_copy(models: ModuleType) -> None:
+def test_plain_training_moves_encoder_and_branch(models: ModuleType) -> None:
     net = models.large_models.make_tiny()["testtime vit"]
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    moved: list[tt.YNet] = []
-
-    def watch(given: tt.YNet) -> tt.YNet:
-        moved.append(original(given))
-        return moved[0]
-
-    original = copy.deepcopy
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models.large_models.copy, "deepcopy", watch)
-        models.large_models.make_training(net, 16, 4, "fp32", "cpu")()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
-    changed = {name.split(".")[0] for name, tensor in moved[0].state_dict().items() if (tensor != before[name]).any()}
+    models.large_models.make_training(net, 16, 4, "fp32", "cpu")()
+    changed = {name.split(".")[0] for name, tensor in net.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {"encoder", "ssl"}
