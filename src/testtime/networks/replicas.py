@@ -5,9 +5,10 @@ own parameters. Parameters and buffers are stacked to `(S, *shape)`, so that one
 row s of every tensor belongs to replica s.
 
 Internally the batches are concatenated, `(S·B, C, H, W)`, and run through the network's own code, in which layers with
-parameters are replaced by ones that apply another set of parameters to every B images (stacked.py). A part with
-parameters outside of these layers runs in `torch.func.vmap` instead. Which form is right is tested on an example. A
-single replica is called directly, with its own layers, unless there are kernels for the stacked ones.
+parameters are replaced by ones that apply another set of parameters to every B images (stacked.py); so are parameters
+outside of layers that broadcast over images (bare.py). A part with others runs in `torch.func.vmap` instead. Which form
+is right is tested on an example. A single replica is called directly, with its own layers, unless there are kernels for
+the stacked ones.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from testtime import kernels
+from testtime.networks.bare import BareParameters
 from testtime.networks.packed import PackedParameters
 from testtime.networks.stacked import NORMS, BatchNorm, Stacking, find_unknown_layer, is_accelerated, stack_layers
 from testtime.networks.ynet import YNet
@@ -257,10 +259,13 @@ class _Stacked(nn.Module):
 
     def __init__(self, module: nn.Module, count: int, own: Collection[int] | None = None) -> None:
         super().__init__()
-        self.inner = stack_layers(module, Stacking(count, own))
+        stacking = Stacking(count, own)
+        self.inner = stack_layers(module, stacking)
+        self.bare = BareParameters(stacking.bare.values())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(_join(x)).unflatten(0, x.shape[:2])
+        with self.bare.expanded(x.shape[1], x.dtype):
+            return self.inner(_join(x)).unflatten(0, x.shape[:2])
 
 
 def _join(x: Tensor) -> Tensor:
@@ -455,11 +460,12 @@ def _find_difference(module: nn.Module, inputs: Tensor, count: int) -> str | Non
             other.get_parameter(name).mul_(0.5)
     second = inputs.flip(0) * 0.5 + 0.25
     try:
-        with arithmetic("fp32", inputs.device):  # so that rounding does not count as a difference
+        # So that rounding does not count as a difference.
+        with arithmetic("fp32", inputs.device), stacked.bare.expanded(len(inputs), inputs.dtype):
             # `forward`, since calling a traced model also prints the location of an error
             together = stacked.inner.forward(_join(torch.stack([inputs, second]))).unflatten(0, (2, -1))
             alone = torch.stack([module(inputs), other(second)])
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
         return f"concatenated, it fails with {error}"
     if together.shape != alone.shape:
         return f"concatenated, its shape is {tuple(together.shape)}, not {tuple(alone.shape)}"
