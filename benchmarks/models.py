@@ -3,6 +3,7 @@
     python benchmarks/models.py --quick                             # nothing to install, about a minute
     python benchmarks/models.py --out results/models-cpu.json       # with timm, torchvision and transformers
     python benchmarks/models.py --device cuda                       # also 16 streams at once
+    python benchmarks/models.py --device cuda --large               # at 224×224, see large_models.py
 
 Every model has random weights and is split by `testtime.split` at about two thirds of its depth. An image is answered
 after a step on 32 augmented, rotated copies of it, by `Online` and by the naive loop, which makes each copy as a Pillow
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import large_models
 import testtime as tt
 from engine import naive, take_time
 from testtime.augment import CropFlip
@@ -95,6 +97,12 @@ def from_transformers(name: str, **options: Any) -> nn.Module:
     library = importlib.import_module("transformers")
     configuration = getattr(library, f"{name}Config")(**options)
     return getattr(library, f"{name}ForImageClassification")(configuration)
+
+
+def load_large(name: str, arguments: dict[str, Any]) -> nn.Module:
+    """Build a model of large_models.py."""
+    library, model = name.split()
+    return {"torchvision": from_torchvision, "transformers": from_transformers}[library](model, **arguments)
 
 
 OWN: dict[str, Callable[[], nn.Module]] = {
@@ -295,16 +303,36 @@ def run(options: argparse.Namespace) -> None:
         print(f"geometric mean {document['geometric_mean']:.2f}, slowest {document['slowest']:.2f}")
 
 
+def run_large(options: argparse.Namespace) -> None:
+    """Measure the models of large_models.py."""
+    document = describe(options.device)
+    print(f"{document['hardware']}; " + ", ".join(f"{name} {text}" for name, text in document["versions"].items()))
+
+    def store() -> None:
+        if options.out:
+            options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+    large_models.run(options, load_large, document, store)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="three small models, shorter measurements")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*OWN, *OTHERS], help="these models")
+    names = dict.fromkeys([*OWN, *OTHERS, *large_models.MODELS])
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(names), help="these models")
+    parser.add_argument("--large", action="store_true", help="models at 224×224, against plain training too")
+    parser.add_argument("--tiny", action="store_true", help="with --large: small models instead, on any device")
+    parser.add_argument("--precision", default="bf16", choices=("fp32", "tf32", "bf16"), help="of --large")
     parser.add_argument("--seconds", type=float, help="seconds to measure each model")
     parser.add_argument("--images", type=int, default=8, help="images per round, up to 16")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.large and options.device != "cuda" and not options.tiny:
+        parser.error("`--large` needs `--device cuda`, or `--tiny`.")
+    if options.large and options.only and not set(options.only) <= large_models.MODELS.keys():
+        parser.error(f"`--only` must be among {', '.join(large_models.MODELS)}.")
     if not 1 <= options.images <= STREAMS:
         parser.error(f"`--images` must be in [1, {STREAMS}], got {options.images}.")
     options.seconds = options.seconds or (4.0 if options.quick else 20.0)
@@ -312,6 +340,8 @@ def main() -> None:
     if options.memory:
         name, kind = options.memory
         print(json.dumps(measure_memory(name, kind, options.device)))
+    elif options.large:
+        run_large(options)
     else:
         run(options)
 

@@ -21,6 +21,7 @@ from testtime import (
     Prediction,
     YNet,
     resnet26,
+    vit,
 )
 from testtime.adaptation.streams import Streams
 from testtime.randomness import Draws
@@ -38,7 +39,12 @@ def pictures(count: int = COUNT, seed: int = 0, size: int = 16) -> Tensor:
 
 
 def network(norm: str = "group", seed: int = 1) -> YNet:
-    """A network of a few layers, as if trained jointly, for many tests in little time; "resnet" is the paper's."""
+    """A network of a few layers, as if trained jointly, for many tests in little time; "resnet" is the paper's.
+
+    "vit" is a transformer with a decoder, for the task `Masked`.
+    """
+    if norm == "vit":
+        return vit(size=16, width=24, depth=2, heads=2, outputs=None, seed=seed).eval().to(DEVICE)
     if norm == "resnet":
         return resnet26(depth=8, size=16, seed=seed).eval().to(DEVICE)
 
@@ -90,6 +96,8 @@ ADAPTERS: dict[str, Callable[..., Adapter]] = {
     "cotta, online, batch norm": make(Online, method="cotta"),
     "cotta, episodic, no branch": make(Episodic, method="cotta"),
     "cotta, streams": make(Streams, COUNT, method="cotta"),
+    "online, vit": make(Online),
+    "streams, vit": make(Streams, COUNT),
     "lame, online": make(Online, method="lame"),
     "lame, episodic, batch norm": make(Episodic, method="lame"),
 }
@@ -101,6 +109,8 @@ SELF_SUPERVISED = [name for name in ADAPTERS if not name.startswith(("tent", "co
 
 
 def network_for(name: str) -> YNet:
+    if "vit" in name:
+        return network("vit")
     return network("batch" if "batch norm" in name else "no branch" if "no branch" in name else "group")
 
 

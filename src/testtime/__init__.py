@@ -36,11 +36,12 @@ if TYPE_CHECKING:
     from testtime.networks.checkpoint import bundled, load
     from testtime.networks.resnet import resnet18, resnet26, resnet50
     from testtime.networks.statistics import collect
+    from testtime.networks.vit import vit
     from testtime.networks.wrap import split, wrap
     from testtime.networks.ynet import YNet
     from testtime.randomness import Draws
     from testtime.storage import FileError
-    from testtime.tasks import Rotation, Task
+    from testtime.tasks import Jigsaw, Masked, Rotation, Task
     from testtime.training.branch import fit_branch
     from testtime.training.loop import train
     from testtime.training.recipe import Recipe, TrainingError
@@ -62,11 +63,12 @@ _NAMES = {
     "networks.checkpoint": ("bundled", "load"),
     "networks.resnet": ("resnet18", "resnet26", "resnet50"),
     "networks.statistics": ("collect",),
+    "networks.vit": ("vit",),
     "networks.wrap": ("split", "wrap"),
     "networks.ynet": ("YNet",),
     "randomness": ("Draws",),
     "storage": ("FileError",),
-    "tasks": ("Rotation", "Task"),
+    "tasks": ("Jigsaw", "Masked", "Rotation", "Task"),
     "training.branch": ("fit_branch",),
     "training.loop": ("train",),
     "training.recipe": ("Recipe", "TrainingError"),
@@ -89,6 +91,8 @@ __all__ = [
     "FileError",
     "Fixed",
     "Flips",
+    "Jigsaw",
+    "Masked",
     "Method",
     "Online",
     "Prediction",
@@ -123,6 +127,7 @@ __all__ = [
     "split",
     "tasks",
     "train",
+    "vit",
     "wrap",
 ]
 

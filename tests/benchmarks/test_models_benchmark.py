@@ -110,3 +110,27 @@ def test_peak_memory_grows_with_what_is_done(models: ModuleType, monkeypatch: py
     if grown is None:
         pytest.skip("the system does not say")
     assert 0.5 * megabytes < grown / 2**20 < 4 * megabytes
+
+
+def test_large_models_are_compared_with_plain_training(
+    models: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    large, out = models.large_models, tmp_path / "large.json"
+    monkeypatch.setattr(large, "STREAMS", 2)
+    arguments = ["--large", "--tiny", "--precision", "fp32", "--seconds", "0.01", "--images", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["models.py", *arguments])
+    models.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["model"] for row in rows] == ["testtime vit", "plain torch ConvNet"]
+    for row in rows:
+        assert (row["rounds"], row["streams"], row["copies"]) == (5, 2, 2)
+        for kind in ("online_over_naive", "streams_over_training", "norm_streams_over_streams"):
+            assert row[f"{kind}_range"][0] <= row[kind] <= row[f"{kind}_range"][1]
+
+
+def test_plain_training_moves_encoder_and_branch(models: ModuleType) -> None:
+    net = models.large_models.make_tiny()["testtime vit"]
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    models.large_models.make_training(net, 16, 4, "fp32", "cpu")()
+    changed = {name.split(".")[0] for name, tensor in net.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {"encoder", "ssl"}

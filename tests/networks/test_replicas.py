@@ -58,6 +58,40 @@ class Folding(nn.Module):
         return self.head(F.relu(x - x.mean(0, keepdim=True)).mean((2, 3)))
 
 
+class ClassToken(nn.Module):
+    """Parameters outside of layers: a class token, positions and layer scales; and torch's attention."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, width, 4, stride=4)
+        self.scale = nn.Parameter(torch.rand(width, 1, 1))
+        self.token = nn.Parameter(torch.randn(1, 1, width))
+        self.position = nn.Parameter(torch.randn(1, 17, width) * 0.1)
+        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 3, batch_first=True)
+        self.gain = nn.Parameter(torch.rand(width))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = (self.patch(images) * self.scale).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(len(images), -1, -1), tokens], dim=1) + self.position
+        given = self.norm(tokens)
+        tokens = tokens + self.attention(given, given, given, need_weights=False)[0] * self.gain
+        return self.head(tokens[:, 0])
+
+
+def token_network() -> YNet:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = ClassToken()
+            self.inner.head = nn.Linear(12, 12)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.inner(images)
+
+    return YNet(Outer(), nn.Linear(12, 10), nn.Linear(12, 4))
+
+
 class Odd(nn.Module):
     """Buffers of every kind, one of them assigned anew in every pass, and values cached in evaluation mode."""
 
@@ -109,6 +143,7 @@ def net_of(name: str) -> YNet:
         "flattening": lambda: split(Flattening(), "first"),
         "transformer, patches": lambda: split(VisionTransformer(), "patch"),
         "transformer": lambda: split(VisionTransformer(), "block1"),
+        "class token": token_network,
         "rectified": lambda: split(Rectified(), "norm"),
         "reflecting": lambda: split(Reflecting(), "norm"),
         "folding": lambda: split(Folding(), "conv"),
@@ -131,6 +166,7 @@ PLAIN = [
     "sequential",
     "residual",
     "transformer, patches",
+    "class token",
     "rectified",
     "reflecting",
 ]
@@ -294,9 +330,20 @@ def test_ten_steps_with_momentum_decay_and_adam() -> None:
     check_steps("resnet26 group", 3, 10, adam, torch.float64, 1e-7)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("rectified", "act (PReLU)"), ("reflecting", "'reflect'"), ("transformer", "(GraphModule)")]
-)
+@pytest.mark.parametrize("name", ["transformer", "class token"])
+def test_transformers_are_stacked(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "testtime.networks.replicas"):
+        replicas = Replicas(net_of(name), 3, PARTS, pictures(2))
+    assert caplog.messages == []
+    norms = {layer for layer, module in replicas.net.named_modules() if isinstance(module, nn.LayerNorm)}
+    few = Replicas(net_of(name), 3, PARTS, pictures(2), layers=norms)
+    assert few.tensors.keys() == {f"{layer}.{kind}" for layer in norms for kind in ("weight", "bias")}
+    images = pictures(6).unflatten(0, (3, 2))
+    with torch.no_grad():
+        assert torch.allclose(few(images), replicas(images), atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("rectified", "it fails with"), ("reflecting", "'reflect'")])
 def test_what_cannot_be_stacked_is_mapped_and_logged(name: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "testtime"):
         Replicas(net_of(name), 2, PARTS, pictures(2))

@@ -482,7 +482,7 @@ def test_other_kinds_of_images_and_networks_are_refused() -> None:
         fit_branch(small_net(), 3)  # type: ignore[arg-type]
     wide = small_net()
     part(wide, "ssl")[-1] = nn.Linear(54, 5)
-    with pytest.raises(ValueError, match=r"branch has 5 outputs, the task 'rotation' needs 4"):
+    with pytest.raises(ValueError, match=r"'rotation' needs 4 outputs, the self-supervised branch has 5"):
         fit_branch(wide, IMAGES, hold_out=0)
     bare = YNet(nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()), nn.Identity(), nn.Identity())
     with pytest.raises(ValueError, match=r"tt\.split"):

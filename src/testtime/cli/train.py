@@ -38,9 +38,16 @@ TrainingMethod = Annotated[
 RecipeName = Annotated[
     Literal["paper", "robust"] | None,  # None by default, so that the folders of earlier versions keep their names
     Option(
-        help="paper: the paper's; robust: joint training with AugMix and a consistency loss.",
+        help="paper: the paper's, for vit one with AdamW; robust: joint training with AugMix and a consistency loss.",
         show_default="paper",
         rich_help_panel=RECIPE,
+    ),
+]
+TaskName = Annotated[
+    Literal["rotation", "jigsaw", "masked"] | None,
+    Option(
+        help="Self-supervised task: rotation of the image, arrangement of its tiles, or masked patches (vit only).",
+        show_default="rotation",
     ),
 ]
 Target = Annotated[str | None, Option(help="Unlabelled target set of uda, e.g. cifar10-c/fog/5.", show_default=False)]
@@ -62,18 +69,29 @@ Start = Annotated[
 Network = Annotated[
     str | None,
     Option(
-        help="Architecture: resnet26, resnet18 or resnet50.",
+        help="Architecture: resnet26, resnet18, resnet50 or vit.",
         show_default="resnet26; imagenet resnet18",
         rich_help_panel=NETWORK,
     ),
 ]
 Depth = Annotated[
-    int | None, Option(help="Depth of resnet26, 6n + 2.", show_default="26; digits 8", rich_help_panel=NETWORK)
+    int | None,
+    Option(
+        help="Depth of resnet26, 6n + 2, or blocks of vit.",
+        show_default="26, 10; digits 8, 4",
+        rich_help_panel=NETWORK,
+    ),
 ]
 Width = Annotated[
     int | None,
-    Option(min=1, help="Multiplier of the channels of resnet26.", show_default="1", rich_help_panel=NETWORK),
+    Option(
+        min=1,
+        help="Multiplier of the channels of resnet26, or width of the tokens of vit.",
+        show_default="1, 192; digits 1, 48",
+        rich_help_panel=NETWORK,
+    ),
 ]
+Patch = Annotated[int | None, Option(min=1, help="Side of a patch of vit.", show_default="4", rich_help_panel=NETWORK)]
 Norm = Annotated[Literal["group", "batch"], Option(help="Normalization layers.", rich_help_panel=NETWORK)]
 Size = Annotated[
     int | None,
@@ -88,28 +106,31 @@ Epochs = Annotated[
     Option(
         min=1,
         help="Number of epochs; the learning rate schedule scales with it.",
-        show_default="the recipe's: 150 (group), 75 (batch), 90 (imagenet); digits 20",
+        show_default="the recipe's: 150 (group), 75 (batch), 90 (imagenet), 300 (vit); digits 20, 40 (vit)",
         rich_help_panel=RECIPE,
     ),
 ]
-Lr = Annotated[float | None, Option(help="Learning rate.", show_default="0.1", rich_help_panel=RECIPE)]
+Lr = Annotated[
+    float | None,
+    Option(help="Learning rate.", show_default="0.1; vit 0.001, with digits 0.003", rich_help_panel=RECIPE),
+]
 WeightDecay = Annotated[
     float | None,
-    Option(min=0, help="Weight decay.", show_default="0.0005; imagenet 0.0001", rich_help_panel=RECIPE),
+    Option(min=0, help="Weight decay.", show_default="0.0005; imagenet 0.0001; vit 0.05", rich_help_panel=RECIPE),
 ]
 Batch = Annotated[
     int | None,
     Option(
         min=1,
         help="Batch size, over all processes.",
-        show_default="128; imagenet 256; digits 32",
+        show_default="128; imagenet, vit 256; digits 32",
         rich_help_panel=RECIPE,
     ),
 ]
 Views = Annotated[
     Literal["all", "random"] | None,
     Option(
-        help="Views of each image in the self-supervised task: all, e.g. four rotations, or one at random.",
+        help="Views of each image in the rotation task: all four, or one at random.",
         show_default="all; imagenet random",
         rich_help_panel=RECIPE,
     ),
@@ -171,12 +192,14 @@ def train(
     out: Out = None,
     data: Data = "digits",
     method: TrainingMethod = "joint",
+    task: TaskName = None,
     target: Target = None,
     targets: Targets = None,
     start: Start = None,
     network: Network = None,
     depth: Depth = None,
     width: Width = None,
+    patch: Patch = None,
     norm: Norm = "group",
     size: Size = None,
     crop_area: CropArea = None,
@@ -215,6 +238,8 @@ def train(
         --out runs/selection/joint
       testtime train --data cifar10 --hold-out 5000 --precision tf32 \\
         --recipe robust --out runs/selection/robust
+      testtime train --data cifar10 --network vit --task masked \\
+        --precision bf16 --out runs/vit-masked
       torchrun --nproc-per-node 8 -m testtime train --data imagenet --out runs/i
     """
     _check_combination(context)
@@ -226,7 +251,7 @@ def train(
     from testtime.networks import CheckpointError
 
     architecture: dict[str, Any] = {"depth": depth, "width": width, "norm": norm, "size": size, "start": start}
-    architecture |= {"area": crop_area, "recipe": recipe or "paper"}
+    architecture |= {"area": crop_area, "recipe": recipe or "paper", "patch": patch, "task": task}
     reading: dict[str, Any] = {"root": data_root, "hold_out": hold_out, "limit": limit, "cache": cache}
     reading["on_bad"] = on_bad_image
     changes: dict[str, Any] = {"lr": lr, "batch": batch, "weight_decay": weight_decay, "views": views}

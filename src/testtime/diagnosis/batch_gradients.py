@@ -24,14 +24,15 @@ class Outputs(NamedTuple):
     Attributes:
         logits: Class logits, `(N, K)`.
         losses: The task's loss of each view, `(N, V)`.
-        answers: The self-supervised branch's prediction for each view, int `(N, V)`.
-        targets: The correct answers, int `(N, V)`.
+        errors: The task's error of each view, `(N, V)`.
+        offsets: The predicted minus the correct class of each view, modulo the number of classes, int `(N, V)`; 0 for
+            tasks without classes.
     """
 
     logits: Tensor
     losses: Tensor
-    answers: Tensor
-    targets: Tensor
+    errors: Tensor
+    offsets: Tensor
 
     @staticmethod
     def join(parts: Sequence[Outputs]) -> Outputs:
@@ -47,9 +48,16 @@ def observe(net: YNet, task: Task, images: Tensor) -> Outputs:
     """Return the outputs of a network in evaluation mode for images `(N, C, H, W)`."""
     views, targets = task.probe(images)
     outputs = net.self_supervise(views)
-    targets = targets.view(len(images), -1)
-    losses = task.loss(outputs, targets.flatten()).view(targets.shape)
-    return Outputs(net(images).float(), losses, outputs.argmax(1).view(targets.shape), targets)
+    losses = task.loss(outputs, targets).view(len(images), -1)
+    return Outputs(net(images).float(), losses, *_compare(task, outputs, targets, losses))
+
+
+def _compare(task: Task, outputs: Tensor, targets: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `errors` and `offsets` of the task's outputs for views whose losses are `(N, V)`."""
+    errors = task.error(outputs, targets).view_as(losses)
+    if task.outputs is None:
+        return errors, torch.zeros_like(losses, dtype=torch.int64)
+    return errors, ((outputs.argmax(1) - targets) % task.outputs).view_as(losses)
 
 
 class BatchGradients:
@@ -92,7 +100,7 @@ class BatchGradients:
         plain = self.net.encoder(self.net.normalise(images))
         features = join_features(plain, self.net.encoder(self.net.normalise(others)), shared)
         answers = self.net.supervise(features)
-        losses = self.task.loss(answers, targets.flatten()).view(targets.shape)
+        losses = self.task.loss(answers, targets).view(len(images), -1)
         logits = self.net.classifier(plain).float()
         probabilities = logits.detach().softmax(1)
         sure = (probabilities.amax(1) >= self.confident).float()
@@ -109,8 +117,7 @@ class BatchGradients:
             self._sums(task, task).unsqueeze(1),
             logits.detach(),
             losses.detach(),
-            answers.detach().argmax(1).view(targets.shape),
-            targets,
+            *_compare(self.task, answers.detach(), targets, losses),
         )
 
     def _sums(self, one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> Tensor:

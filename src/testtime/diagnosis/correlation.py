@@ -179,7 +179,7 @@ def gradient_correlation(
             wanted = guesses[None] if truth is None else torch.stack([truth[:single], guesses])
             by_image = _measure_images(ImageGradients(net, task), test_set, wanted, lambda done: advance(count + done))
     return _make_correlation(
-        test_set.name, list(name_layers(net.encoder)), by_batch, by_image, outputs, truth, batch, confident
+        test_set.name, task, list(name_layers(net.encoder)), by_batch, by_image, outputs, truth, batch, confident
     )
 
 
@@ -206,6 +206,7 @@ def _check(
 
 def _make_correlation(
     name: str,
+    task: Task,
     layers: list[str],
     by_batch: Products,
     by_image: Products | None,
@@ -228,9 +229,9 @@ def _make_correlation(
         stand_in_single=None if by_image is None else summarise(by_image, -1, layers, sure[: by_image.task.shape[1]]),
         balance=summarise(by_batch, BALANCE, layers),
         confident=float(sure.double().mean()),
-        task_error=float((outputs.answers != outputs.targets).double().mean()),
+        task_error=float(outputs.errors.double().mean()),
         task_loss=float(outputs.losses.double().mean()),
-        task_confidence=float(torch.exp(-outputs.losses[:, 0].double()).mean()),
+        task_confidence=float(task.confidence(outputs.losses.double()).mean()),
         confidence=float(top.double().mean()),
         entropy=float(entropy),
         error=None if truth is None else float((outputs.logits.argmax(1) != truth).double().mean()),

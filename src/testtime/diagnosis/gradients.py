@@ -67,12 +67,11 @@ def split_views(task: Task, images: Tensor) -> tuple[Tensor, Tensor, bool]:
         images: `(N, C, H, W)`.
 
     Returns:
-        Views `(N·W, C, h, w)` to encode in addition to the images; all targets `(N, V)`; and whether the images are
-        the first views (W = V - 1), which holds unless the task crops them.
+        Views `(N·W, C, h, w)` to encode in addition to the images; all targets `(N·V, ...)`; and whether the images are
+        the first views (W = V - 1), which holds unless the task changes their shape.
     """
     views, targets = task.probe(images)
-    targets = targets.view(len(images), -1)
-    if views.shape[-2:] != images.shape[-2:]:
+    if views.shape[1:] != images.shape[1:]:
         return views, targets, False
     others = views.unflatten(0, (len(images), -1))[:, 1:]
     return others.flatten(0, 1), targets, True
@@ -141,10 +140,10 @@ class ImageGradients:
             plain = replicas.encode(images[:, None])  # (N, 1, ...)
             outputs = replicas.supervise(replicas.encode(others.unflatten(0, (len(images), -1))))
             if shared:
-                outputs = torch.cat([replicas.supervise(plain), outputs], dim=1)  # (N, V, outputs)
-            losses = self.task.loss(outputs.flatten(0, 1), targets.flatten())
+                outputs = torch.cat([replicas.supervise(plain), outputs], dim=1)  # (N, V, ...)
+            losses = self.task.loss(outputs.flatten(0, 1), targets)
             logits = replicas.classify(plain)[:, 0].float()
-            task = differentiate(losses.sum() / targets.shape[1], parameters)
+            task = differentiate(losses.sum() / (len(targets) // len(images)), parameters)
             mains = [differentiate(F.cross_entropy(logits, row, reduction="sum"), parameters) for row in labels]
         return Products(
             torch.stack([self._sums(main, task) for main in mains]),

@@ -99,7 +99,8 @@ def diagnose(
     if count < _LEAST:
         raise ValueError(f"{test_set.name} has {count} images; a diagnosis needs at least {_LEAST}.")
     task = tasks.make(net.card.task)
-    learner = Online(net, steps=steps, lr=lr, seed=seed, copies=1, task=Rotation("all"), augment=CropFlip(0, False))
+    learned = Rotation("all") if isinstance(task, Rotation) else task
+    learner = Online(net, steps=steps, lr=lr, seed=seed, copies=1, task=learned, augment=CropFlip(0, False))
     trial = min(trial, count)
     numbers = _spread(len(test_set), count)
     labels = find_labels(test_set, net)
@@ -127,7 +128,7 @@ def diagnose(
         "trial": stream,
     }
     unjudged = Diagnosis(**about, verdict=Verdict("unclear", "", ()))
-    return Diagnosis(**about, verdict=judge(unjudged, math.log(task.outputs)))
+    return Diagnosis(**about, verdict=judge(unjudged, _find_guessing(task)))
 
 
 def diagnose_all(
@@ -280,9 +281,14 @@ def _read_reference(net: YNet, record: Any) -> Reference | None:
     if isinstance(loss, float):
         return Reference("the card, augmented training images in the last epoch", loss)
     if _find(record, "configuration", "recipe", "method") in ("plain", "alp"):
-        outputs = tasks.make(net.card.task).outputs
-        return Reference("the card: the training did not include the task", math.log(outputs), 1 - 1 / outputs)
+        task = tasks.make(net.card.task)
+        return Reference("the card: the training did not include the task", _find_guessing(task), task.chance)
     return None
+
+
+def _find_guessing(task: Task) -> float:
+    """Return the task's loss at chance level."""
+    return task.chance if task.outputs is None else math.log(task.outputs)
 
 
 def _find(table: Any, *keys: str) -> Any:
@@ -304,21 +310,21 @@ def measure_reference(net: YNet, test_set: TestSet, limit: int = LIMIT, source: 
             pictures.append(images.float().mean(1))
         hints = find_hints(torch.cat(pictures))
     outputs = Outputs.join(parts)
-    error = float((outputs.answers != outputs.targets).double().mean())
+    error = float(outputs.errors.double().mean())
     return Reference(source or test_set.name, float(outputs.losses.double().mean()), error, hints)
 
 
 def _measure_task(outputs: Outputs, task: Task, threshold: float) -> dict[str, Any]:
     """Measure the task on the images, as entries of a diagnosis."""
     losses = outputs.losses.mean(1)
-    offsets = (outputs.answers - outputs.targets) % task.outputs  # (N, V): the predicted orientation of the image
+    offsets = outputs.offsets  # (N, V): with rotation, the predicted orientation of the image
     consistent = (offsets == offsets[:, :1]).all(1)
     return {
-        "task_error": Estimate.of((offsets != 0).double().mean(1)),
+        "task_error": Estimate.of(outputs.errors.double().mean(1)),
         "task_loss": Estimate.of(losses),
         "drift": _slope(losses),
         "threshold": threshold,
-        "gated": float(gate(torch.exp(-outputs.losses[:, 0]), threshold).double().mean()),
+        "gated": float(gate(task.confidence(outputs.losses), threshold).double().mean()),
         "consistent": float(consistent.double().mean()),
         "upright": float((offsets[consistent, 0] == 0).double().mean()) if consistent.any() else None,
     }

@@ -5,6 +5,7 @@ from testtime.networks.card import Card, CheckpointError, Statistics
 from testtime.networks.checkpoint import bundled, load
 from testtime.networks.resnet import resnet18, resnet26, resnet50
 from testtime.networks.statistics import collect
+from testtime.networks.vit import vit
 from testtime.networks.wrap import split
 from testtime.networks.ynet import YNet
 
@@ -23,4 +24,5 @@ __all__ = [
     "resnet26",
     "resnet50",
     "split",
+    "vit",
 ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from testtime.checks import format_value
 from testtime.networks.card import Card
 from testtime.networks.resnet import Device, resnet18, resnet26, resnet50
+from testtime.networks.vit import vit
 from testtime.networks.ynet import YNet
 
 
@@ -22,12 +23,14 @@ class Builder:
         size: Default side of the images.
         crops: Whether training uses crops of random size, described by the card's `augment`, rather than shifts.
         recipe: Name of the `Recipe` constructor to train it with.
+        digits: Arguments for the built-in digits.
     """
 
     make: Callable[..., YNet]
     size: int
     crops: bool
-    recipe: Literal["cifar", "imagenet"]
+    recipe: Literal["cifar", "imagenet", "vit"]
+    digits: dict[str, int] = field(default_factory=dict)
 
     def takes(self, argument: str) -> bool:
         """Whether `make` has an argument of that name."""
@@ -35,9 +38,10 @@ class Builder:
 
 
 BUILDERS: dict[str, Builder] = {
-    "resnet26": Builder(resnet26, 32, crops=False, recipe="cifar"),
+    "resnet26": Builder(resnet26, 32, crops=False, recipe="cifar", digits={"depth": 8}),
     "resnet18": Builder(resnet18, 224, crops=True, recipe="imagenet"),
     "resnet50": Builder(resnet50, 224, crops=True, recipe="imagenet"),
+    "vit": Builder(vit, 32, crops=False, recipe="vit", digits={"width": 48, "depth": 4}),
 }
 """Architecture name → builder."""
 
@@ -57,4 +61,5 @@ def build(card: Card, device: Device = "cpu") -> YNet:
     if unknown:
         raise ValueError(f"the architecture {name} has no argument {format_value(unknown[0])}")
     net = builder.make(**arguments, device=device)
-    return YNet(net.encoder, net.classifier, net.ssl, replace(net.card, mean=card.mean, std=card.std))
+    described = replace(net.card, mean=card.mean, std=card.std)
+    return YNet(net.encoder, net.classifier, net.ssl, described, channels=net.channels)

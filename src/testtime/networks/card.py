@@ -51,7 +51,7 @@ class Card:
         size: Side of the training images in pixels.
         mean: Mean of each channel, on pixels in [0, 1].
         std: Standard deviation of each channel, on pixels in [0, 1].
-        task: Name of the self-supervised task.
+        task: Name of the self-supervised task, or its name and arguments, see `testtime.tasks.make`.
         augment: Name and arguments of the augmentation for training and adaptation.
         record: The training record: settings, data, seeds, loss and error by epoch.
         settings: Recommended settings by method or mode, e.g. `{"ttt": {"lr": 0.001, "steps": 1}}`; plain JSON. Only
@@ -66,7 +66,7 @@ class Card:
     size: int | None = None
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
-    task: str = "rotation"
+    task: str | dict[str, Any] = "rotation"
     augment: dict[str, Any] = field(default_factory=lambda: {"name": "crop-flip"})
     record: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -78,7 +78,9 @@ class Card:
         _check_numbers("std", self.std, 1e-6, 1e6)
         for name in self.classes:
             _check_text("classes", name)
-        _check_text("task", self.task)
+        if isinstance(self.task, dict):
+            object.__setattr__(self, "task", _make_plain("task", self.task))
+        _check_text("task", self.task.get("name") if isinstance(self.task, dict) else self.task)
         if self.size is not None:
             check_integer("size", self.size, LARGEST_SIZE)
         for name in ("architecture", "augment", "record"):

@@ -124,7 +124,7 @@ def _build(card: Card, tensors: dict[str, Tensor]) -> YNet:
     with torch.inference_mode(False):
         for part in plan.children():
             part.to_empty(device="cpu")
-    return YNet(plan.encoder, plan.classifier, plan.ssl, plan.card)
+    return YNet(plan.encoder, plan.classifier, plan.ssl, plan.card, channels=plan.channels)
 
 
 def _compare_cards(card: Card, own: Card) -> None:

@@ -5,9 +5,10 @@ own parameters. Parameters and buffers are stacked to `(S, *shape)`, so that one
 row s of every tensor belongs to replica s.
 
 Internally the batches are concatenated, `(S·B, C, H, W)`, and run through the network's own code, in which layers with
-parameters are replaced by ones that apply another set of parameters to every B images (stacked.py). A part with
-parameters outside of these layers runs in `torch.func.vmap` instead. Which form is right is tested on an example. A
-single replica is called directly, with its own layers, unless there are kernels for the stacked ones.
+parameters are replaced by ones that apply another set of parameters to every B images (stacked.py); so are parameters
+outside of layers that broadcast over images (bare.py). A part with others runs in `torch.func.vmap` instead. Which form
+is right is tested on an example. A single replica is called directly, with its own layers, unless there are kernels for
+the stacked ones.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from testtime import kernels
+from testtime.networks.bare import BareParameters
 from testtime.networks.packed import PackedParameters
 from testtime.networks.stacked import NORMS, BatchNorm, Stacking, find_unknown_layer, is_accelerated, stack_layers
 from testtime.networks.ynet import YNet
@@ -70,6 +72,7 @@ class Replicas:
         self.net, self.example = net, example
         self.count, self.dtype = count, dtype
         self._mean, self._std = net.mean.clone(), net.std.clone()
+        self._channels = net.channels
         self._known = type(net).normalise is YNet.normalise
         self._normalise = (_copy_normalisation(net) if self._known else copy.deepcopy(net)).normalise
         self.parts: dict[Part, _Stacked | _Direct | _Mapped | _Plain] = {}
@@ -114,7 +117,7 @@ class Replicas:
         return self.parts["encoder"](self._prepare(images))
 
     def _prepare(self, images: Tensor) -> Tensor:
-        if self._known:
+        if self._known and images.shape[2] == (self._channels or images.shape[2]):
             pixels = kernels.take_over("normalise", images.flatten(0, 1), self._mean, self._std, self.dtype)
             if pixels is not None:
                 return pixels.unflatten(0, images.shape[:2])
@@ -125,7 +128,7 @@ class Replicas:
         return self.parts["classifier"](features)
 
     def supervise(self, features: Tensor) -> Tensor:
-        """Return the task's outputs `(S, B, outputs)` of features `(S, B, ...)`.
+        """Return the task's outputs `(S, B, ...)` of features `(S, B, ...)`.
 
         Raises:
             ValueError: The network has no self-supervised branch.
@@ -139,7 +142,7 @@ class Replicas:
         return self.classify(self.encode(images))
 
     def self_supervise(self, views: Tensor) -> Tensor:
-        """Return the task's outputs `(S, B, outputs)` of views `(S, B, C, H, W)`."""
+        """Return the task's outputs `(S, B, ...)` of views `(S, B, C, h, w)`."""
         return self.supervise(self.encode(views))
 
     def use_statistics(self, statistics: Statistics) -> None:
@@ -233,7 +236,7 @@ def _encode(encoder: nn.Module, images: Tensor) -> Tensor:
 
 def _copy_normalisation(net: YNet) -> YNet:
     """Return a network without layers that normalises as another one does."""
-    made = YNet(nn.Identity(), nn.Identity(), nn.Identity(), net.card)
+    made = YNet(nn.Identity(), nn.Identity(), nn.Identity(), net.card, channels=net.channels)
     made.mean, made.std = net.mean.clone(), net.std.clone()
     return made
 
@@ -256,10 +259,13 @@ class _Stacked(nn.Module):
 
     def __init__(self, module: nn.Module, count: int, own: Collection[int] | None = None) -> None:
         super().__init__()
-        self.inner = stack_layers(module, Stacking(count, own))
+        stacking = Stacking(count, own)
+        self.inner = stack_layers(module, stacking)
+        self.bare = BareParameters(stacking.bare.values())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(_join(x)).unflatten(0, x.shape[:2])
+        with self.bare.expanded(x.shape[1], x.dtype):
+            return self.inner(_join(x)).unflatten(0, x.shape[:2])
 
 
 def _join(x: Tensor) -> Tensor:
@@ -454,11 +460,12 @@ def _find_difference(module: nn.Module, inputs: Tensor, count: int) -> str | Non
             other.get_parameter(name).mul_(0.5)
     second = inputs.flip(0) * 0.5 + 0.25
     try:
-        with arithmetic("fp32", inputs.device):  # so that rounding does not count as a difference
+        # So that rounding does not count as a difference.
+        with arithmetic("fp32", inputs.device), stacked.bare.expanded(len(inputs), inputs.dtype):
             # `forward`, since calling a traced model also prints the location of an error
             together = stacked.inner.forward(_join(torch.stack([inputs, second]))).unflatten(0, (2, -1))
             alone = torch.stack([module(inputs), other(second)])
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
         return f"concatenated, it fails with {error}"
     if together.shape != alone.shape:
         return f"concatenated, its shape is {tuple(together.shape)}, not {tuple(alone.shape)}"

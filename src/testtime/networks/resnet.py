@@ -146,7 +146,7 @@ def resnet26(
         first = PreActivationBlock(inputs, outputs, stride, norm)
         return nn.Sequential(first, *(PreActivationBlock(outputs, outputs, 1, norm) for _ in range(blocks - 1)))
 
-    with _building(seed, device):
+    with building(seed, device):
         encoder = nn.Sequential(
             nn.Conv2d(channels, widths[0], 3, padding=1, bias=False, dtype=_DTYPE),
             group(widths[0], widths[0], 1),
@@ -226,7 +226,7 @@ def _imagenet_resnet(
         rest = (PostActivationBlock(width * expansion, width, 1, norm, bottleneck) for _ in range(count - 1))
         return nn.Sequential(first, *rest)
 
-    with _building(seed, device):
+    with building(seed, device):
         encoder = nn.Sequential(
             nn.Conv2d(3, 64, 7, 2, padding=3, bias=False, dtype=_DTYPE),
             _norm_relu(norm, 64, groups=32),
@@ -251,7 +251,7 @@ def _imagenet_resnet(
 
 
 @contextlib.contextmanager
-def _building(seed: int, device: Device) -> Iterator[None]:
+def building(seed: int, device: Device) -> Iterator[None]:
     """Initialise layers from a seed on the CPU, or on the meta device, whatever torch's defaults."""
     built_on = "meta" if torch.device(device).type == "meta" else "cpu"
     with torch.random.fork_rng(devices=[]), torch.device(built_on), torch.inference_mode(False):

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from testtime import kernels
 from testtime.kernels import Convolution, ConvolutionForm, NormForm
+from testtime.networks.bare import is_bare
 from testtime.networks.resnet import AddingConv2d, BatchNormReLU, GroupNormReLU, PreActivationBlock, ZeroPadShortcut
 
 
@@ -32,12 +34,18 @@ class Stacking:
         self._shared = self if own is None else Stacking(1)
         self.made: dict[int, tuple[Tensor, Any]] = {}
         self.layers: dict[int, tuple[nn.Module, nn.Module]] = {}
+        self.bare: dict[int, nn.Module] = {}
+        """Modules with parameters outside of layers, by id."""
 
     def choose(self, layer: nn.Module) -> Stacking:
         """Return the stacking of a layer's tensors."""
         if self._own is None or type(layer) is PreActivationBlock:  # a block chooses for each of its layers
             return self
         return self if any(id(part) in self._own for part in layer.modules()) else self._shared
+
+    def choose_bare(self, module: nn.Module) -> Stacking:
+        """Return the stacking of a module's own tensors, whatever its layers have."""
+        return self if self._own is None or id(module) in self._own else self._shared
 
     def __call__(self, tensor: Tensor | None) -> Any:
         if tensor is None:
@@ -145,6 +153,9 @@ class _LayerNorm(nn.Module):
         self.eps = layer.eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.weight is not None and len(self.weight) == 1:  # a single set of parameters
+            bias = None if self.bias is None else self.bias[0].to(x.dtype)
+            return F.layer_norm(x, x.shape[-1:], self.weight[0].to(x.dtype), bias, self.eps)
         y = F.layer_norm(x, x.shape[-1:], eps=self.eps)
         return _scale(y, self.weight, self.bias, axis=-1)
 
@@ -157,14 +168,27 @@ class Linear(nn.Module):
         self.weight, self.bias = stack(layer.weight), stack(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        count, outputs, inputs = self.weight.shape
-        rows = x.reshape(count, -1, inputs)  # (S, B·…, inputs)
-        weight = self.weight.to(x.dtype).transpose(1, 2)
-        if self.bias is None:
-            y = rows @ weight
-        else:
-            y = torch.baddbmm(self.bias.to(x.dtype).unsqueeze(1), rows, weight)
-        return y.view(*x.shape[:-1], outputs)
+        return _apply_linear(x, self.weight, self.bias)
+
+
+class _MultiheadAttention(nn.Module):
+    """Self-attention without masks, as in vision transformers."""
+
+    def __init__(self, layer: nn.MultiheadAttention, stack: Stacking) -> None:
+        super().__init__()
+        self.in_proj_weight, self.in_proj_bias = stack(layer.in_proj_weight), stack(layer.in_proj_bias)
+        self.out_proj = Linear(layer.out_proj, stack)
+        self.num_heads, self.batch_first = layer.num_heads, True
+        self._qkv_same_embed_dim = False  # so that torch's fused encoder layer does not read the stacked parameters
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, None]:
+        masks = [options.get(name) for name in ("attn_mask", "key_padding_mask")]
+        if not (query is key is value) or masks != [None, None] or options.get("is_causal") or query.dim() != 3:
+            raise ValueError("Replicas of attention are those of self-attention without masks.")
+        qkv = _apply_linear(query, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (N, heads, T, d) each
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.out_proj(mixed.transpose(1, 2).flatten(2)), None
 
 
 class _Shortcut(nn.Module):
@@ -230,6 +254,17 @@ class _Blocks(nn.Sequential):
         return chain(x, layers)
 
 
+def _apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply linear layers with weights `(S, outputs, inputs)` to x `(S·B, ..., inputs)`."""
+    count, outputs, inputs = weight.shape
+    if count == 1:
+        return F.linear(x, weight[0].to(x.dtype), None if bias is None else bias[0].to(x.dtype))
+    rows = x.reshape(count, -1, inputs)  # (S, B·…, inputs)
+    weight = weight.to(x.dtype).transpose(1, 2)
+    y = rows @ weight if bias is None else torch.baddbmm(bias.to(x.dtype).unsqueeze(1), rows, weight)
+    return y.view(*x.shape[:-1], outputs)
+
+
 def _read_form(layer: nn.Conv2d) -> ConvolutionForm:
     stride, dilation = (_pair(value) for value in (layer.stride, layer.dilation))
     padding = layer.padding if isinstance(layer.padding, str) else _pair(layer.padding)
@@ -266,11 +301,14 @@ _STACKED: dict[type[nn.Module], Callable[..., nn.Module]] = {
     BatchNormReLU: _BatchNormReLU,
     nn.LayerNorm: _LayerNorm,
     nn.Linear: Linear,
+    NonDynamicallyQuantizableLinear: Linear,  # of MultiheadAttention
+    nn.MultiheadAttention: _MultiheadAttention,
     PreActivationBlock: _PreActivationBlock,
     ZeroPadShortcut: _Shortcut,
 }
 
 
+_KNOWN = tuple(_STACKED)
 _OWN = (GroupNormReLU, BatchNormReLU, AddingConv2d, PreActivationBlock, ZeroPadShortcut)
 _LEAST_SHARE = 0.2  # of the multiplications: with less, stacked layers cost what the kernels gain
 
@@ -284,9 +322,14 @@ def find_unknown_layer(module: nn.Module) -> str | None:
     for name, layer in module.named_modules():
         tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
         if type(layer) not in _STACKED:
-            if tensors:
+            known = not isinstance(layer, _KNOWN) and not any(True for _ in layer.buffers(recurse=False))
+            if tensors and not (known and all(map(is_bare, tensors))):
                 return f"{name or 'the module itself'} ({type(layer).__name__}) has parameters of its own"
             continue
+        if isinstance(layer, nn.MultiheadAttention):
+            plain = layer.batch_first and layer._qkv_same_embed_dim and not layer.add_zero_attn
+            if not plain or layer.bias_k is not None:
+                return f"{name} is not plain self-attention"
         if isinstance(layer, nn.Conv2d) and layer.padding_mode != "zeros":
             return f"{name} pads with {layer.padding_mode!r}"
         if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)) and (
@@ -340,7 +383,7 @@ def _measure_share(module: nn.Module, inputs: Tensor) -> float:
 
 
 def stack_layers(module: nn.Module, stack: Stacking) -> nn.Module:
-    """Replace every layer with parameters by its stacked form; all other code is unchanged."""
+    """Replace every layer with parameters by its stacked form, and stack those outside of layers; code is unchanged."""
     if type(module) in _STACKED:
         if id(module) not in stack.layers:
             stack.layers[id(module)] = module, _STACKED[type(module)](module, stack.choose(module)).eval()
@@ -349,6 +392,11 @@ def stack_layers(module: nn.Module, stack: Stacking) -> nn.Module:
         return _Blocks(OrderedDict((name, stack_layers(child, stack)) for name, child in module.named_children()))
     if _is_branch(module):
         return _Branch(OrderedDict((name, stack_layers(child, stack)) for name, child in module.named_children()))
+    if id(module) not in stack.bare and any(tensor is not None for tensor in module._parameters.values()):
+        chosen = stack.choose_bare(module)
+        for name, tensor in module._parameters.items():
+            module._parameters[name] = chosen(tensor)
+        stack.bare[id(module)] = module
     for name, child in module._modules.items():  # not named_children, which skips repeated layers
         module._modules[name] = None if child is None else stack_layers(child, stack)
     return module

@@ -31,7 +31,7 @@ class YNet(nn.Module):
     Args:
         encoder: θe, from normalised images `(N, C, H, W)` to features.
         classifier: θm, from features to class logits `(N, K)`.
-        ssl: θs, from features to the task's outputs `(N, outputs)`, or None.
+        ssl: θs, from features to the task's outputs, `(N, outputs)` for tasks with classes, or None.
         card: Metadata; its `mean` and `std` normalise the images.
         channels: Channels of the images; None: those of the encoder's first convolution, if it has one.
 
@@ -78,17 +78,23 @@ class YNet(nn.Module):
         return self.ssl is not None
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Normalise images `(..., C, H, W)`, uint8 or float in [0, 1], for the encoder."""
+        """Normalise images `(..., C, H, W)`, uint8 or float in [0, 1], for the encoder.
+
+        Channels beyond the network's, such as the coordinates in the views of `tasks.Masked`, stay unchanged.
+        """
         if images.dtype == torch.uint8:
             images = images.to(self.mean.dtype) / 255
-        return (images - self.mean) / self.std
+        if self.channels is None or images.shape[-3] <= self.channels:
+            return (images - self.mean) / self.std
+        pixels, others = images.tensor_split([self.channels], dim=-3)
+        return torch.cat([(pixels - self.mean) / self.std, others.to(pixels.dtype)], dim=-3)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return class logits `(N, K)` of images `(N, C, H, W)`."""
         return self.classify(self.encode(images))
 
     def self_supervise(self, views: Tensor) -> Tensor:
-        """Return the self-supervised outputs `(N, outputs)` of views `(N, C, H, W)`; see `supervise`."""
+        """Return the self-supervised outputs `(N, ...)` of a task's views; see `supervise`."""
         return self.supervise(self.encode(views))
 
     def encode(self, images: Tensor) -> Tensor:
@@ -100,7 +106,7 @@ class YNet(nn.Module):
         return self.classifier(features)
 
     def supervise(self, features: Tensor) -> Tensor:
-        """Return the self-supervised outputs `(N, outputs)` of features.
+        """Return the self-supervised outputs `(N, ...)` of features.
 
         Raises:
             ValueError: There is no self-supervised branch.
@@ -212,8 +218,19 @@ def _count_outputs(branch: nn.Module) -> int | None:
 
 
 def check_task(net: YNet, task: Task) -> None:
-    """Raise a ValueError if the self-supervised branch is known to have another number of outputs than a task."""
+    """Raise a ValueError if the self-supervised branch is known not to have the outputs that a task needs."""
     outputs = None if net.ssl is None else _count_outputs(net.ssl)
+    patch, wanted = getattr(net.ssl, "patch", None), getattr(task, "patch", None)  # of a decoder
+    if patch is not None and patch != wanted:
+        needs = f"{task.outputs} outputs" if wanted is None else f"patches of {wanted} pixels"
+        raise ValueError(
+            f"The task {task.name!r} needs {needs}, the self-supervised branch is a decoder for patches of {patch}."
+        )
+    if task.outputs is None and outputs is not None:
+        raise ValueError(
+            f"The task {task.name!r} needs a decoder, the self-supervised branch has {outputs} outputs: "
+            "testtime.vit(outputs=None) has one."
+        )
     if outputs not in (None, task.outputs):
         raise ValueError(
             f"The task {task.name!r} needs {task.outputs} outputs, the self-supervised branch has {outputs}: "

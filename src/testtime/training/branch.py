@@ -51,7 +51,7 @@ def fit_branch(
     """Train the self-supervised branch of a network in place, on unlabelled images, so that it can adapt.
 
     Encoder and classifier stay bit-identical, including their Batch Normalization statistics, and with them every
-    prediction of the network. The task is the network's own, on all four rotations; the augmentation is that of its
+    prediction of the network. The task is the network's own, for rotation on all four; the augmentation is that of its
     card. The learning rate decreases to 0 along half a cosine.
 
     The result is the epoch with the lowest task error on the held-out images, because a branch that overfits few images
@@ -142,9 +142,15 @@ def _split(
 @torch.no_grad()
 def _copy_classifier(net: YNet, example: Tensor, seed: int) -> None:
     """Replace the branch by a copy of the classifier, with a new last layer."""
+    outputs = tasks.make(net.card.task).outputs
+    if outputs is None:
+        raise ValueError(
+            f"The task {net.card.task!r} needs a decoder, of which a classifier cannot be a copy: "
+            "testtime.vit(outputs=None) has one."
+        )
     features = net.eval().encode(example)
     classifier = nn.Sequential(net.classifier) if isinstance(net.classifier, nn.Linear) else net.classifier
-    branch = copy_classifier(classifier, tasks.make(net.card.task).outputs, features, seed)
+    branch = copy_classifier(classifier, outputs, features, seed)
     if branch is None:
         raise ValueError(
             "No branch can be made from this network's classifier, whose last layer is not linear: "
@@ -197,7 +203,7 @@ def _describe(training: BranchTraining, configuration: dict[str, Any], history: 
     """Add how good the branch is to the record of the network's card."""
     net, chosen = training.net, find_best(history)
     entry = history[chosen - 1]
-    about: dict[str, Any] = {"task": training.task.name, "chance": 1 - 1 / training.task.outputs, "epoch": chosen}
+    about: dict[str, Any] = {"task": training.task.name, "chance": training.task.chance, "epoch": chosen}
     about["training"] = {"error": entry["train_error"], "loss": entry["task"], "augmented": True}
     pool = training.source.pool
     if pool is not None:

@@ -24,6 +24,7 @@ from testtime.training.branch_recipe import STATES, BranchRecipe
 from testtime.training.losses import first_of_four
 from testtime.training.pool import Pool
 from testtime.training.replicated import Replicated, is_faster
+from testtime.training.training import check_branch
 from testtime.training.unlabelled import Source
 
 
@@ -159,7 +160,7 @@ class BranchTraining:
                 terms = [self.task.loss(outputs, targets).mean()]
                 if self._teacher is not None:
                     terms.append(self.recipe.distillation * self._distil(features, images))
-            wrong = (outputs.detach().argmax(1) != targets).float().mean()
+            wrong = self.task.error(outputs.detach(), targets).mean()
             found.extend([*(term.detach() for term in terms), wrong])
             return torch.stack(terms).sum()
 
@@ -214,8 +215,8 @@ class BranchTraining:
             for numbers in rows.split(size):
                 views, targets = self.task.probe(self._crop(pool.take(numbers)))
                 outputs = self.model.self_supervise(views).float()
-                wrong, losses = outputs.argmax(1) != targets, self.task.loss(outputs, targets)
-                sums += torch.stack([wrong.double().sum(), losses.double().sum()]) / (len(views) / len(numbers))
+                errors, losses = self.task.error(outputs, targets), self.task.loss(outputs, targets)
+                sums += torch.stack([errors.double().sum(), losses.double().sum()]) / (len(views) / len(numbers))
         error, loss = (sums / count).tolist()
         return error, loss
 
@@ -287,12 +288,7 @@ class BranchTraining:
         key = Draws.of(0, torch.zeros(1, dtype=torch.int64, device=self.device))
         try:
             image = self.augment(example, key.copies(1))[:, 0]
-            outputs = self.net.self_supervise(self.task.views(image, key)[0]).shape[-1]
+            check_branch(self.net, self.task, image, key)
         except RuntimeError as error:
             raise ValueError(f"The network does not accept images of shape {self.source.shape}: {error}") from None
-        if outputs != self.task.outputs:
-            raise ValueError(
-                f"The network's self-supervised branch has {outputs} outputs, "
-                f"the task {self.task.name!r} needs {self.task.outputs}."
-            )
         return tuple(image.shape[1:])

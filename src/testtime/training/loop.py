@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from testtime import kernels
+from testtime import kernels, tasks
 from testtime.data.sets import TestSet
 from testtime.networks.statistics import collect
 from testtime.networks.ynet import YNet
@@ -168,7 +168,7 @@ def _train(
         names = classes or source.classes or net.card.classes
         if names and len(names) != training.outputs:
             raise ValueError(f"The network has {training.outputs} outputs, but there are {len(names)} classes.")
-        net.describe(classes=names, size=net.card.size or source.shape[1], task=training.task.name)
+        net.describe(classes=names, size=net.card.size or source.shape[1], task=tasks.describe(training.task))
         configuration = training.describe(held_out)
         folder = None if folders is None else Folder(Path(folders[index]), configuration)
         runs.append(_Run(training, configuration, folder))
@@ -231,7 +231,7 @@ def _groups(runs: Sequence[_Run], epochs: int) -> Iterator[tuple[list[_Run], int
 
 def _train_group(runs: Sequence[_Run], until: int, test: Pool | None, progress: Progress | None) -> None:
     """Train runs at the same epoch together, up to another."""
-    trainer = Trainer([run.training for run in runs])
+    trainer = Trainer([run.training for run in runs], len(runs[0].history))
     trainer.share()
     for epoch in range(len(runs[0].history), until):
         entries = _train_epoch(trainer, epoch, test, runs, progress)

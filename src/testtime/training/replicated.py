@@ -96,7 +96,7 @@ class Replicated:
 
 
 def is_faster(net: YNet, device: torch.device, precision: Precision) -> bool:
-    """Whether a network built by this package trains faster as a replica than in plain torch."""
+    """Whether a network built by this package, with convolutions, trains faster as a replica than in plain torch."""
     layers = [layer for layer in net.modules() if isinstance(layer, nn.Conv2d)]
     channels = max((layer.out_channels for layer in layers), default=0)
-    return bool(net.card.architecture) and kernels.trains_faster(device, channels, precision != "bf16")
+    return bool(net.card.architecture and layers) and kernels.trains_faster(device, channels, precision != "bf16")

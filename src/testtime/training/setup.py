@@ -12,13 +12,14 @@ import copy
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from testtime import data as datasets
+from testtime import tasks
 from testtime.data import folder, imagenet
 from testtime.data.folder import PictureSet
 from testtime.data.held_out import COUNTS, hold_out_images, was_seen
@@ -29,6 +30,7 @@ from testtime.networks.ynet import YNet
 from testtime.progress import Progress
 from testtime.provenance import find_differences
 from testtime.storage import FileError
+from testtime.tasks import Task
 from testtime.training import pool
 from testtime.training.recipe import Recipe
 
@@ -63,10 +65,12 @@ def prepare(
     *,
     depth: int | None = None,
     width: int | None = None,
+    patch: int | None = None,
     norm: Literal["group", "batch"] = "group",
     size: int | None = None,
     area: float | None = None,
     start: str | Path | None = None,
+    task: str | None = None,
     recipe: Literal["paper", "robust"] = "paper",
     seed: int = 0,
     root: str | Path | None = None,
@@ -83,15 +87,17 @@ def prepare(
         data: "digits", "cifar10", "cifar100", "imagenet", or a folder with one subfolder of images per class,
             optionally split into `train` and `test` (or `val`).
         network: The architecture, a name from `BUILDERS`; None for "resnet18" on ImageNet and "resnet26" otherwise.
-        depth: Depth of "resnet26", 6n + 2; 8 by default for the digits.
-        width: Multiplier of the channels of "resnet26".
-        norm: "group" or "batch".
+        depth: Depth of "resnet26", 6n + 2, or blocks of "vit"; by default smaller for the digits.
+        width: Multiplier of the channels of "resnet26", or width of the tokens of "vit".
+        patch: Side of a patch of "vit".
+        norm: "group" or "batch", for the ResNets.
         size: Input size of the network; by default that of its architecture.
         area: Minimum area of a random crop as a fraction of the photograph, for networks trained on random resized
             crops; 0.08 by default. Small sets are learned faster from larger crops.
         start: A checkpoint file, or the name of a bundled network, to start from instead of random weights; its
             architecture must match the other arguments.
-        recipe: The paper's recipe for the data, or "robust", see `Recipe.robust`.
+        task: Name of the self-supervised task; "rotation" by default. "masked" needs the network "vit".
+        recipe: The paper's recipe for the data, that of `Recipe.vit` for "vit", or "robust", see `Recipe.robust`.
         seed: Seed of the initial weights, and of the recipe.
         root: Root folder of the data sets.
         hold_out: Number of training images that are not trained on but replace the test set, for choosing settings;
@@ -108,13 +114,17 @@ def prepare(
         CheckpointError: The file of `start` is missing or damaged.
         DataError: The data is missing or damaged.
     """
-    shape = {name: value for name, value in (("depth", depth), ("width", width)) if value is not None}
+    given = {"depth": depth, "width": width, "patch": patch, "norm": None if norm == "group" else norm}
+    shape = {name: value for name, value in given.items() if value is not None}
     builder = _find_builder(network or ("resnet18" if data == "imagenet" else "resnet26"), shape)
     if recipe not in ("paper", "robust"):
         raise ValueError(f'`recipe` must be "paper" or "robust", got {recipe!r}.')
     if hold_out is not None and data not in COUNTS:
         raise ValueError(f"`hold_out` is only available for {', '.join(COUNTS)}, got {data!r}.")
     check_on_bad(on_bad)
+    chosen = None if task is None else tasks.make({"name": task, **({"patch": patch or 4} if task == "masked" else {})})
+    if chosen is not None and chosen.outputs is None and builder.recipe != "vit":
+        raise ValueError(f'`task` {task!r} needs a network with a decoder: `network` must be "vit".')
     loaded = None if start is None else load(start)
     size = size or builder.size
     if area is not None and not (builder.crops and 0 < area <= 1):
@@ -132,7 +142,7 @@ def prepare(
     source, test = decode(source), None if test is None else decode(test)
 
     def build(seed: int) -> YNet:
-        fresh = _build(builder, data, source, norm, shape, size, area, seed)
+        fresh = _build(builder, data, source, shape, size, area, chosen, seed)
         if loaded is None:
             return fresh
         different = find_differences(loaded.card.architecture, fresh.card.architecture)
@@ -176,7 +186,7 @@ def open_images(
     return _Decoder(data == "imagenet", root, cache, on_bad, progress)(source)
 
 
-def _find_builder(network: str, shape: Mapping[str, int]) -> Builder:
+def _find_builder(network: str, shape: Mapping[str, Any]) -> Builder:
     """Return the builder of an architecture, which must have the arguments `shape`."""
     if network not in BUILDERS:
         raise ValueError(f"`network` must be one of {', '.join(BUILDERS)}, got {network!r}.")
@@ -187,6 +197,10 @@ def _find_builder(network: str, shape: Mapping[str, int]) -> Builder:
 
 
 def _choose_recipe(name: str, data: str, builder: Builder, norm: Literal["group", "batch"], seed: int) -> Recipe:
+    if builder.recipe == "vit":
+        smaller: dict[str, Any] = {"epochs": 40, "batch": 32, "lr": 3e-3, "warmup": 2} if data == "digits" else {}
+        base = Recipe.vit(seed=seed, **smaller)
+        return base if name == "paper" else replace(base, method="robust")
     if data == "digits":
         paper = Recipe.digits(seed=seed)
     elif builder.recipe == "imagenet":
@@ -203,10 +217,10 @@ def _build(
     builder: Builder,
     data: str,
     source: TestSet,
-    norm: str,
-    shape: Mapping[str, int],
+    shape: Mapping[str, Any],
     size: int,
     area: float | None,
+    task: Task | None,
     seed: int,
 ) -> YNet:
     channels, side, _ = source.shape
@@ -217,14 +231,16 @@ def _build(
         size = side
         # No flips: a mirrored digit is not a digit.
         augment = {"name": "crop-flip", "padding": side // 8, "flip": False} if data == "digits" else None
-    options = dict(shape)
-    if data == "digits" and builder.takes("depth"):
-        options.setdefault("depth", 8)
+    options = {**(builder.digits if data == "digits" else {}), **shape}
+    if task is not None:
+        options["outputs"] = task.outputs
     if builder.takes("channels"):
         options["channels"] = channels
     elif channels != 3:
         raise ValueError(f"{data} has {channels} channels; this network takes 3.")
-    net = builder.make(len(source.classes), norm=norm, size=size, seed=seed, **options)
+    net = builder.make(len(source.classes), size=size, seed=seed, **options)
+    if task is not None:
+        net.describe(task=tasks.describe(task))
     return net if augment is None else net.describe(augment=augment)
 
 

@@ -30,9 +30,10 @@ class Trainer:
 
     Args:
         trainings: The trainings; several must satisfy `fit_together`.
+        epochs: Epochs that they have done.
     """
 
-    def __init__(self, trainings: Sequence[Training]) -> None:
+    def __init__(self, trainings: Sequence[Training], epochs: int = 0) -> None:
         if len(trainings) > 1 and not fit_together(trainings):
             raise ValueError("These trainings cannot run together; train them one after the other.")
         first = trainings[0]
@@ -46,15 +47,11 @@ class Trainer:
             nets = [training.net for training in trainings]
             with arithmetic(self.precision, self.device):
                 self.model = Replicated(nets, self.method.parts, example, check_precision(self.precision))
-        lr, momentum, weight_decay = self.recipe.lr, self.recipe.momentum, self.recipe.weight_decay
         # Collective operations of several processes are not recorded.
         self.eager = not can_record(self.device) or world() > 1
-        settings: dict[str, Any] = {"momentum": momentum, "weight_decay": weight_decay}
-        if not self.eager:  # a tensor, so that a recorded step reads the current learning rate
-            settings["fused"], lr = True, torch.tensor(lr, dtype=torch.float32, device=self.device)
-        self.optimizer = torch.optim.SGD(self._moved(), lr=lr, **settings)
-        if momentum:
-            self._start_momentum()
+        self.optimizer = self._make_optimizer()
+        self._counts: list[Tensor] = []  # of steps, by AdamW
+        self._load_memory(epochs * self.steps)
         # (terms + 1, S): sums over steps of the terms of the loss and of the training error.
         self.sums = torch.zeros(len(self.method.terms) + 1, self.count, dtype=torch.float32, device=self.device)
         self.graph: Captured | None = None
@@ -72,20 +69,42 @@ class Trainer:
             return [self.model.replicas.packed.numbers]
         return list(self.trainings[0].parameters.values())
 
-    def _start_momentum(self) -> None:
-        """Move the trainings' momentum, zeros if there is none yet, to the optimizer; they get views of its buffers."""
-        buffers = [torch.zeros_like(tensor) for tensor in self._moved()]
-        for tensor, buffer in zip(self._moved(), buffers, strict=True):
-            self.optimizer.state[tensor]["momentum_buffer"] = buffer
-        for index, training in enumerate(self.trainings):
-            if isinstance(self.model, Replicated):
-                stacked = self.model.replicas.packed.unpack(buffers[0])
-                own = {name: tensor[index] for name, tensor in stacked.items()}
-            else:
-                own = dict(zip(training.parameters, buffers, strict=True))
-            for name, old in training.momentum.items():
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        recipe, lr = self.recipe, self.recipe.lr
+        settings: dict[str, Any] = {"weight_decay": recipe.weight_decay}
+        if not self.eager:  # a tensor, so that a recorded step reads the current learning rate
+            settings["fused"], lr = True, torch.tensor(lr, dtype=torch.float32, device=self.device)
+        if recipe.optimizer == "adamw":
+            return torch.optim.AdamW(self._moved(), lr=lr, capturable=not self.eager, **settings)
+        return torch.optim.SGD(self._moved(), lr=lr, momentum=recipe.momentum, **settings)
+
+    def _load_memory(self, steps: int) -> None:
+        """Move what the trainings' optimizers stored, zeros if nothing yet, to this one; they get views of it.
+
+        Args:
+            steps: Steps taken.
+        """
+        moved, made = self._moved(), [dict[str, Tensor]() for _ in self.trainings]
+        for kind, key in self.recipe.memory.items():
+            buffers = [torch.zeros_like(tensor) for tensor in moved]
+            for tensor, buffer in zip(moved, buffers, strict=True):
+                self.optimizer.state[tensor][key] = buffer
+            for index, training in enumerate(self.trainings):
+                if isinstance(self.model, Replicated):
+                    stacked = self.model.replicas.packed.unpack(buffers[0])
+                    named = {name: tensor[index] for name, tensor in stacked.items()}
+                else:
+                    named = dict(zip(training.parameters, buffers, strict=True))
+                made[index] |= {f"{kind}/{name}": tensor for name, tensor in named.items()}
+        for training, own in zip(self.trainings, made, strict=True):
+            for name, old in training.memory.items():
                 own[name].copy_(old)
-            training.momentum = own
+            training.memory = own
+        if self.recipe.optimizer == "adamw":
+            place = "cpu" if self.eager else self.device
+            self._counts = [torch.tensor(float(steps), dtype=torch.float32, device=place) for _ in moved]
+            for tensor, count in zip(moved, self._counts, strict=True):
+                self.optimizer.state[tensor]["step"] = count
 
     def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor, list[Tensor] | None]]:
         """Yield the arguments of `step` for each step of an epoch: this process's part of the batches."""
@@ -121,7 +140,7 @@ class Trainer:
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         """Record the step as a CUDA graph, if possible; the state is unchanged."""
         changing = [tensor for training in self.trainings for tensor in training.state().values()]
-        changing.append(self.sums)
+        changing += [self.sums, *self._counts]
         before = [tensor.clone() for tensor in changing]
         self.graph = record(lambda: Captured(self._advance, *inputs))
         self.eager = self.graph is None

@@ -11,7 +11,7 @@ from torch import Tensor
 from testtime import augment as augmentations
 from testtime import tasks
 from testtime.networks.card import compare_tensors
-from testtime.networks.ynet import YNet
+from testtime.networks.ynet import YNet, check_task
 from testtime.randomness import Draws
 from testtime.tasks import Rotation, Task
 from testtime.training.losses import LOSSES
@@ -57,8 +57,8 @@ class Training:
         }
         if not self.parameters:
             raise ValueError("The network has no trainable parameters (requires_grad).")
-        self.momentum: dict[str, Tensor] = {}
-        """Momentum buffers by parameter name; empty before the first step, and without momentum."""
+        self.memory: dict[str, Tensor] = {}
+        """What the optimizer stores, as `momentum/PARAMETER`; empty before the first step, and without momentum."""
 
     def order(self, epoch: int) -> Tensor:
         """Return the training samples of an epoch, int64 `(steps, batch)`."""
@@ -90,9 +90,8 @@ class Training:
         return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
     def state(self) -> dict[str, Tensor]:
-        """Return the network's state and the momentum buffers, by name."""
-        state = {f"network/{name}": tensor.detach() for name, tensor in self.net.state_dict().items()}
-        return state | {f"momentum/{name}": tensor for name, tensor in self.momentum.items()}
+        """Return the network's state and what the optimizer stores, by name."""
+        return {f"network/{name}": tensor.detach() for name, tensor in self.net.state_dict().items()} | self.memory
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Load a state, before a `Trainer` is made.
@@ -100,13 +99,12 @@ class Training:
         Raises:
             ValueError: A tensor is missing, unknown, not finite, or has another shape or dtype; nothing is modified.
         """
-        momentum = self.parameters if self.recipe.momentum else {}
+        kinds, parameters = self.recipe.memory, self.parameters
+        memory = {f"{kind}/{name}": tensor for kind in kinds for name, tensor in parameters.items()}
         wanted = {f"network/{name}": tensor for name, tensor in self.net.state_dict().items()}
-        compare_tensors(state, wanted | {f"momentum/{name}": tensor for name, tensor in momentum.items()})
+        compare_tensors(state, wanted | memory)
         self.net.load_state_dict({name.removeprefix("network/"): state[name] for name in wanted})
-        self.momentum = {
-            name: state[f"momentum/{name}"].to(self.device, parameter.dtype) for name, parameter in momentum.items()
-        }
+        self.memory = {name: state[name].to(self.device, tensor.dtype) for name, tensor in memory.items()}
 
     def describe(self, test: Pool | None) -> dict[str, Any]:
         """Return everything that determines the result; trainings that differ here cannot share a folder."""
@@ -130,17 +128,29 @@ class Training:
         key = Draws.of(0, torch.zeros(1, dtype=torch.int64, device=self.device))
         try:
             example = self.augment(example, key.copies(1))[:, 0]
-            classes, outputs = self.net(example).shape[-1], self.task.outputs
+            classes = self.net(example).shape[-1]
             if self.net.ssl is not None or "ssl" in self.method.parts:
-                outputs = self.net.self_supervise(self.task.views(example, key)[0]).shape[-1]
+                check_branch(self.net, self.task, example, key)
         except RuntimeError as error:
             raise ValueError(f"The network does not accept images of shape {self.pools[0].shape}: {error}") from None
-        if outputs != self.task.outputs:
-            raise ValueError(
-                f"The network's self-supervised branch has {outputs} outputs, "
-                f"the task {self.task.name!r} needs {self.task.outputs}."
-            )
         return classes, tuple(example.shape[1:])
+
+
+def check_branch(net: YNet, task: Task, image: Tensor, draws: Draws) -> None:
+    """Run the self-supervised branch on a view of one image `(1, C, H, W)`.
+
+    Raises:
+        ValueError: Its outputs are not what the task needs.
+    """
+    check_task(net, task)
+    views, targets = task.views(image, draws)
+    outputs = net.self_supervise(views)
+    if task.outputs is not None and outputs.shape != (len(views), task.outputs):
+        raise ValueError(
+            f"The network's self-supervised branch has {outputs.shape[-1]} outputs, "
+            f"the task {task.name!r} needs {task.outputs}."
+        )
+    task.loss(outputs, targets)
 
 
 def check_networks(nets: Sequence[YNet]) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from testtime.adaptation.objectives.base import Objective, Observation
@@ -29,8 +28,8 @@ class SelfSupervision(Objective):
         views, targets = task.probe(images.flatten(0, 1))
         views = views.unflatten(0, (count, -1))  # (S, B·V, C, h, w)
         features = self.replicas.encode(views)
-        # The first view is the plain image, unless the task cropped it.
-        plain = features[:, :: views.shape[1] // number] if views.shape[-2:] == images.shape[-2:] else None
+        # The first view is the plain image, unless the task changed its shape.
+        plain = features[:, :: views.shape[1] // number] if views.shape[2:] == images.shape[2:] else None
         logits = self.later(self.classify, images, plain)
         losses = task.loss(self.replicas.supervise(features).flatten(0, 1), targets).view(count, number, -1)
-        return Observation(logits.result(), losses.mean(-1), torch.exp(-losses[..., 0]))
+        return Observation(logits.result(), losses.mean(-1), task.confidence(losses))

@@ -1,0 +1,67 @@
+"""Parameters outside of layers, as class tokens, positions and layer scales, for concatenated batches of replicas.
+
+A module adds or multiplies them by broadcasting over images. For replicas, each is replaced during a forward pass by a
+tensor with a row per image, that of its replica, which broadcasts in the same way. Whether a module's own code allows
+that is tested on an example (replicas.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class _Bare(NamedTuple):
+    """A bare parameter: where it is registered, and its stacked form `(S, *shape)`, or `(1, *shape)` if shared."""
+
+    tensors: dict[str, Any]
+    name: str
+    stacked: Tensor
+
+
+class BareParameters:
+    """The bare parameters of a module with stacked layers.
+
+    Args:
+        modules: The modules with bare parameters, which are stacked already.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._all = [
+            _Bare(module._parameters, name, tensor)
+            for module in modules
+            for name, tensor in module._parameters.items()
+            if tensor is not None
+        ]
+
+    @contextlib.contextmanager
+    def expanded(self, images: int, dtype: torch.dtype) -> Iterator[None]:
+        """Replace each parameter by one row per image, for batches of as many images per replica."""
+        try:
+            for tensors, name, stacked in self._all:
+                tensors[name] = _expand(stacked.to(dtype), images)
+            yield
+        finally:
+            for tensors, name, stacked in self._all:
+                tensors[name] = stacked
+
+
+def is_bare(parameter: Tensor) -> bool:
+    """Whether a parameter could be one that broadcasts over images: `(D,)`, `(1, ...)` or `(C, 1, 1)`."""
+    shape = parameter.shape
+    return len(shape) == 1 or (len(shape) > 1 and shape[0] == 1) or (len(shape) == 3 and shape[1:] == (1, 1))
+
+
+def _expand(stacked: Tensor, images: int) -> Tensor:
+    """Return a row per image of parameters `(S, D)`, `(S, 1, ...)` or `(S, C, 1, 1)`; one that is shared as it was."""
+    if len(stacked) == 1:
+        return stacked[0]
+    if stacked.dim() == 2:
+        rows = stacked.unsqueeze(1)  # (S, 1, D): over tokens
+    else:
+        rows = stacked.flatten(0, 1) if stacked.shape[1] == 1 else stacked
+    return rows.unsqueeze(1).expand(-1, images, *rows.shape[1:]).flatten(0, 1)  # (S·B, ...)
