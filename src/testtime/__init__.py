@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from testtime import augment, corruptions, data, networks, tasks
     from testtime.adaptation.adapters import Adapter, Episodic, Fixed, Online
+    from testtime.adaptation.guard import Guard
     from testtime.adaptation.methods import METHODS, Method
     from testtime.adaptation.prediction import Prediction
     from testtime.adaptation.settings import Settings
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "adaptation.adapters": ("Adapter", "Episodic", "Fixed", "Online"),
+    "adaptation.guard": ("Guard",),
     "adaptation.settings": ("Settings",),
     "adaptation.methods": ("METHODS", "Method"),
     "adaptation.prediction": ("Prediction",),
@@ -89,6 +91,7 @@ __all__ = [
     "FileError",
     "Fixed",
     "Flips",
+    "Guard",
     "Method",
     "Online",
     "Prediction",

@@ -3,7 +3,8 @@
 method.py         observe, learn, observe again
 objectives/       losses on unlabelled images; corrections.py: methods without gradients; adam.py: Adam for replicas
 methods.py        METHODS: objectives and settings by name
-settings.py       settings of an adapter; guard.py: which images to learn from, and which updates to undo
+settings.py       settings of an adapter
+guard.py          which images to learn from, which updates to undo; watch.py: streams that go wrong
 selection.py      which parameters and statistics learn; safe defaults and warnings
 learner.py        replicas, objective and optimizer; optimizers.py: optimizers of stacked parameters
 adapters.py       Fixed, Episodic, Online; streams.py: many online streams
@@ -14,6 +15,7 @@ inputs.py         checks of arguments
 """
 
 from testtime.adaptation.adapters import Adapter, Episodic, Fixed, Online
+from testtime.adaptation.guard import Guard
 from testtime.adaptation.methods import METHODS, Method, find_method
 from testtime.adaptation.prediction import Prediction
 from testtime.adaptation.settings import Settings
@@ -24,6 +26,7 @@ __all__ = [
     "Adapter",
     "Episodic",
     "Fixed",
+    "Guard",
     "Method",
     "Online",
     "Prediction",

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import nn
 
+from testtime.adaptation.guard import Guard
 from testtime.augment import Augment
 from testtime.checks import format_value, is_integer
 from testtime.networks.replicas import Statistics
@@ -43,7 +44,8 @@ class Settings:
             "running", as in the paper; "running" if a batch shares its updates.
         optimizer: A `torch.optim` class, or a callable `(parameters, lr=lr)` that returns an optimizer.
         seed: Seed of the augmentations.
-        guard: Undo an update if the loss on the image becomes non-finite or increases by more than this.
+        guard: Undo an update if the loss on the image becomes non-finite or increases by more than this. A `Guard`
+            also follows the stream for collapse, and says what to fall back to.
         precision: "fp32" is exact; "tf32" and "bf16" are faster on a GPU. Weights and updates are always float32.
             None: "tf32" on CUDA, else "fp32".
         mirrored: Average the logits of the image and its mirror image.
@@ -61,7 +63,7 @@ class Settings:
     statistics: Statistics | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     seed: int = 0
-    guard: float = 3.0
+    guard: float | Guard = 3.0
     precision: Precision | None = None
     mirrored: bool = False
     task: Task | None = None
@@ -77,7 +79,7 @@ class Settings:
             raise ValueError(f"`lr` must be positive, got {self.lr}.")
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"`threshold` must be in [0, 1], got {self.threshold}.")
-        if not self.guard > 0:
+        if not isinstance(self.guard, Guard) and not self.guard > 0:
             raise ValueError(f"`guard` must be positive (infinity allows any finite rise), got {self.guard}.")
         if self.resets != "never" and not is_integer(self.resets, 1):
             raise ValueError(f'`resets` must be "never" or an integer of at least 1, got {format_value(self.resets)}.')
@@ -97,6 +99,8 @@ class Settings:
             plain[name] = getattr(plain[name], "__qualname__", repr(plain[name]))
         if isinstance(self.update, tuple):
             plain["update"] = list(self.update)
+        if isinstance(self.guard, Guard):
+            plain["guard"] = self.guard.describe()
         if self.statistics in (None, "running"):  # records of version 0.1 do not have it
             del plain["statistics"]
         if self.resets == "never":

@@ -9,29 +9,16 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from testtime.adaptation.prediction import Observation
 from testtime.adaptation.settings import Settings
 from testtime.networks.card import Statistics
 from testtime.networks.replicas import Replicas
 from testtime.randomness import Draws
-
-
-class Observation(NamedTuple):
-    """Outputs of S replicas on B plain images each.
-
-    Attributes:
-        logits: Class logits `(S, B, K)`.
-        loss: The objective's loss `(S, B)`.
-        confidence: Confidence in [0, 1], `(S, B)`.
-    """
-
-    logits: Tensor
-    loss: Tensor
-    confidence: Tensor
 
 
 class Objective(abc.ABC):
