@@ -46,6 +46,7 @@ def episode(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
     weights = wanted.float() / wanted.sum(1, keepdim=True).clamp(min=1)
     draws = Draws.of(settings.seed, samples)
     try:
+        objective.begin(images, wanted)
         for step in range(settings.steps):
             learn(learner, images, draws.fold(step), weights)
         finite = learner.later(learner.is_finite)

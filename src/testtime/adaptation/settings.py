@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from testtime.adaptation.guard import Guard
 from testtime.augment import Augment
-from testtime.checks import format_value, is_integer
+from testtime.checks import format_value, is_integer, is_number, is_table_of
 from testtime.networks.replicas import Statistics
 from testtime.precision import Precision, check_precision
 from testtime.tasks import Task
@@ -52,6 +52,7 @@ class Settings:
         task: The self-supervised task; None: the network's.
         augment: The augmentation of the copies; None: the one the network was trained with.
         resets: "never", or after how many updates a stream starts again from the original network.
+        constants: Constants of the method's objective, by name, that differ from its own, e.g. `{"memory": 0}`.
     """
 
     steps: int
@@ -69,6 +70,7 @@ class Settings:
     task: Task | None = None
     augment: Augment | None = None
     resets: int | Literal["never"] = "never"
+    constants: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.steps < 0:
@@ -83,6 +85,8 @@ class Settings:
             raise ValueError(f"`guard` must be positive (infinity allows any finite rise), got {self.guard}.")
         if self.resets != "never" and not is_integer(self.resets, 1):
             raise ValueError(f'`resets` must be "never" or an integer of at least 1, got {format_value(self.resets)}.')
+        if not is_table_of(is_number)(self.constants):
+            raise ValueError(f"`constants` must be numbers by name, got {format_value(self.constants)}.")
         check_precision(self.precision)
         if isinstance(self.update, list):
             object.__setattr__(self, "update", tuple(self.update))
@@ -105,6 +109,8 @@ class Settings:
             del plain["statistics"]
         if self.resets == "never":
             del plain["resets"]
+        if not self.constants:
+            del plain["constants"]
         return plain
 
 
@@ -130,7 +136,7 @@ def document_settings(steps: int) -> Callable[[Kind], Kind]:
     def document(kind: Kind) -> Kind:
         signature = inspect.signature(kind.__init__)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        defaults = {f.name: steps if f.default is MISSING else f.default for f in fields(Settings)}
+        defaults = {f.name: {} if f.default is MISSING else f.default for f in fields(Settings)} | {"steps": steps}
         more = [
             inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=defaults[f.name], annotation=f.type)
             for f in fields(Settings)

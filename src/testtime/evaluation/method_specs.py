@@ -24,6 +24,7 @@ from testtime.checks import (
     is_list_of,
     is_number,
     is_table,
+    is_table_of,
     is_text,
 )
 from testtime.networks.card import Card
@@ -46,6 +47,7 @@ _SETTINGS: dict[str, Kind] = {
     "task": ("a string or a table", lambda value: is_text(value) or is_table(value)),
     "share": ("a string", is_text),
     "statistics": ("a string", is_text),
+    "constants": ("a table of numbers", is_table_of(is_number)),
     "resets": ('an integer or "never"', lambda value: is_integer(value) or value == "never"),
 }
 _AUGMENT: dict[str, Kind] = {
@@ -72,10 +74,10 @@ class MethodSpec:
         network: Name of the network it starts from: `joint`, `baseline` (trained on class labels only), or any other
             network of the plan.
         settings: Fields of `Settings` that differ from the method's defaults: steps, lr, copies, threshold, update,
-            share, statistics, guard, precision, mirrored, resets; `augment` and `task` as name and arguments, `guard`
-            as a number or the fields of a `Guard`. A fixed method accepts only precision and mirrored. A `threshold`
-            may be a percentage, e.g. "20%": on each test set it becomes that quantile of the unadapted network's
-            confidences, which takes one pass over the unlabelled set beforehand.
+            share, statistics, guard, precision, mirrored, resets, constants; `augment` and `task` as name and
+            arguments, `guard` as a number or the fields of a `Guard`. A fixed method accepts only precision and
+            mirrored. A `threshold` may be a percentage, e.g. "20%": on each test set it becomes that quantile of the
+            unadapted network's confidences, which takes one pass over the unlabelled set beforehand.
         method: A name from `METHODS`.
     """
 

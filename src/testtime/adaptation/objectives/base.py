@@ -24,6 +24,8 @@ from testtime.randomness import Draws
 class Objective(abc.ABC):
     """Base class of the objectives of S replicas.
 
+    Its constants are class attributes, which `Settings.constants` overrides.
+
     Args:
         replicas: The replicas.
         settings: The settings; task and augmentation must be set.
@@ -36,6 +38,8 @@ class Objective(abc.ABC):
         """State of the objective by name, `(S, ...)` each."""
         self.skipped: Tensor | None = None
         """Which replicas take no step, bool `(S,)`, decided by `total`; None: all take it."""
+        for name, value in settings.constants.items():
+            setattr(self, name, value)
 
     @abc.abstractmethod
     def loss(self, images: Tensor, draws: Draws) -> Tensor:
@@ -54,6 +58,12 @@ class Objective(abc.ABC):
             weights: Weight of each image within its replica, `(S, B)`; 0 for an image that is not learned from.
         """
         return (self.loss(images, draws) * weights).sum()
+
+    def begin(self, images: Tensor, wanted: Tensor) -> None:  # noqa: B027 (optional)
+        """See the images `(S, B, C, H, W)` of an episode, and which are learned from, bool `(S, B)`, before any step.
+
+        The state must not change here, since it may still be being copied; `update` follows.
+        """
 
     def descend(self, descend: Callable[..., None], loss: Callable[[], Tensor]) -> None:
         """Minimise the total that a function computes; by default with one optimizer step.
