@@ -7,7 +7,7 @@ settings.py       settings of an adapter
 guard.py          which images to learn from, which updates to undo; watch.py: streams that go wrong
 selection.py      which parameters and statistics learn; safe defaults and warnings
 learner.py        replicas, objective and optimizer; optimizers.py: optimizers of stacked parameters
-adapters.py       Fixed, Episodic, Online; streams.py: many online streams
+adapters.py       Fixed, Episodic, Online; streams.py: many online streams; auto.py: a stream that chooses the mode
 replica_store.py  storage of many streams; batching.py: how many run in parallel; recorder.py: CUDA graphs
 source.py         the unadapted network; prediction.py: predictions of an adapter
 state.py          the state of an adapter: counts and what it has learned, saved and loaded
@@ -15,6 +15,7 @@ inputs.py         checks of arguments
 """
 
 from testtime.adaptation.adapters import Adapter, Episodic, Fixed, Online
+from testtime.adaptation.auto import Auto, Calibration
 from testtime.adaptation.guard import Guard
 from testtime.adaptation.methods import METHODS, Method, find_method
 from testtime.adaptation.prediction import Prediction
@@ -24,6 +25,8 @@ from testtime.adaptation.streams import Streams
 __all__ = [
     "METHODS",
     "Adapter",
+    "Auto",
+    "Calibration",
     "Episodic",
     "Fixed",
     "Guard",
