@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from testtime import augment, corruptions, data, networks, tasks
     from testtime.adaptation.adapters import Adapter, Episodic, Fixed, Online
+    from testtime.adaptation.auto import Auto, Calibration
+    from testtime.adaptation.guard import Guard
     from testtime.adaptation.methods import METHODS, Method
     from testtime.adaptation.prediction import Prediction
     from testtime.adaptation.settings import Settings
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "adaptation.adapters": ("Adapter", "Episodic", "Fixed", "Online"),
+    "adaptation.auto": ("Auto", "Calibration"),
+    "adaptation.guard": ("Guard",),
     "adaptation.settings": ("Settings",),
     "adaptation.methods": ("METHODS", "Method"),
     "adaptation.prediction": ("Prediction",),
@@ -81,6 +85,8 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 __all__ = [
     "METHODS",
     "Adapter",
+    "Auto",
+    "Calibration",
     "Card",
     "CheckpointError",
     "Correlation",
@@ -91,6 +97,7 @@ __all__ = [
     "FileError",
     "Fixed",
     "Flips",
+    "Guard",
     "Jigsaw",
     "Masked",
     "Method",

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The method .* needs several images"),
     pytest.mark.filterwarnings("ignore:A stream of single images moves the running statistics"),
 ]
-DRAWING = {"ttt", "best", "dua", "cotta", "memo", "roid", "rotta"}  # those with random views
+DRAWING = {"ttt", "best", "mirrored", "rehearsal", "dua", "cotta", "memo", "roid", "rotta"}  # those with random views
 MODES: dict[str, Callable[..., Adapter]] = {
     "online": Online,
     "episodic": Episodic,

@@ -145,6 +145,9 @@ def test_a_grid_is_every_combination_in_order() -> None:
         for copies in (2, 4)
     ]
     assert {(spec.method, spec.mode) for spec in grid} == {("ttt", "online")}
+    (third, fourth) = make_grid("rehearsal", None, {"weight": "0.5,1", "memory": "0"})
+    assert (third.name, fourth.name) == ("weight=0.5 memory=0", "weight=1 memory=0")
+    assert third.settings == {"constants": {"weight": 0.5, "memory": 0}}
     (other,) = make_grid("tent", "episodic", {"steps": "3"}, precision="bf16")
     assert (other.name, other.method, other.mode) == ("steps=3", "tent", "episodic")
     assert other.settings == {"steps": 3, "precision": "bf16"}

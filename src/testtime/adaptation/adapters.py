@@ -98,6 +98,11 @@ class Adapter(Stateful):
             if mode == "online" and method.settings.get("statistics") != "running":
                 warn_about_statistics(net, self.settings)
 
+    @property
+    def holds_images(self) -> bool:
+        """Whether the state contains recent images."""
+        return self.method.holds_images and self.settings.constants.get("memory") != 0
+
     def forward(self, images: Tensor) -> Tensor:
         """Return class logits `(N, K)` of images `(N, C, H, W)`, after adaptation."""
         return self.predict(images).logits
@@ -133,10 +138,11 @@ class Adapter(Stateful):
     def describe(self) -> dict[str, Any]:
         """Return method and settings, JSON-serializable."""
         # Records of version 0.1 have no method, only the settings of its presets.
-        known = METHODS["ttt"], METHODS["best"]
+        known = METHODS["ttt"], METHODS["best"], METHODS["mirrored"]
         named: dict[str, Any] = {} if self.method in known else {"method": self.method.name}
         statistics = self._networks[0].statistics
-        if "statistics" in self.method.needs and statistics is not None:
+        compares = "statistics" in self.method.needs or getattr(self.method.objective, "compares", False)
+        if compares and statistics is not None:
             named["collected"] = statistics.about.get("hash")  # of the images
         return named | self.settings.describe()
 

@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from testtime.adaptation.guard import Guard
 from testtime.adaptation.methods import Method
 from testtime.adaptation.optimizers import StackedOptimizer
 from testtime.adaptation.selection import find_layers, find_parts, select_parameters
 from testtime.adaptation.settings import Settings
+from testtime.adaptation.watch import Watch
 from testtime.kernels import possibly_any
 from testtime.kernels.graphs import Concurrent, Later, can_record
 from testtime.networks.replicas import Replicas, put_rows
@@ -26,7 +28,7 @@ class Snapshot(NamedTuple):
     """A copy of everything that learning changes.
 
     Attributes:
-        pieces: The tensors of replicas and objective, `(S, ...)` each.
+        pieces: The tensors of replicas, objective and guard, `(S, ...)` each.
         memory: The optimizer's state, see `StackedOptimizer.snapshot`.
     """
 
@@ -62,8 +64,9 @@ class Learner:
         self.later = functools.partial(_start, self.replicas, self._side)
         """Starts a function that reads the replicas, concurrently if possible; the next update waits for it."""
         self.objective = method.objective(self.replicas, settings, self.later)
+        self.watch = Watch(Guard.of(settings.guard), self.replicas, settings.statistics == "batch")
         self._updates = torch.zeros(count, dtype=torch.int64, device=device)  # since the last reset
-        self.pieces = [*self.replicas.pieces, *self.objective.state.values()]
+        self.pieces = [*self.replicas.pieces, *self.objective.state.values(), *self.watch.state.values()]
         if settings.resets != "never":
             self.pieces.append(self._updates)
         self._ignored = [_find_not_finite(piece) for piece in self.pieces]
@@ -104,18 +107,22 @@ class Learner:
             self.restore(good[0], self.objective.skipped)
 
     def renew(self, updated: Tensor) -> None:
-        """Count an update of some replicas, bool `(S,)`, and reset those that are due by settings or objective."""
-        due = self.objective.expired()
+        """Count an update of some replicas, bool `(S,)`, and reset those due by guard, settings or objective."""
+        due, alarmed = self.objective.expired(), self.watch.renew(updated)
+        if alarmed is not None:
+            due = alarmed if due is None else due | alarmed
         if self.settings.resets != "never":
             self._updates += updated
             enough = self._updates >= self.settings.resets
             due = enough if due is None else due | enough
         if due is not None and possibly_any(due):
+            shadow = self.watch.copy_shadow()
             self.reset(due)
+            self.watch.recover(shadow)
 
     def prepare(self) -> None:
         """Make what `renew` needs, which cannot be made while a graph is recorded."""
-        if self.settings.resets != "never" or self.objective.expired() is not None:
+        if self.settings.resets != "never" or self.objective.expired() is not None or self.watch.falls_back:
             _ = self.origin
 
     def is_finite(self) -> Tensor:
@@ -203,9 +210,10 @@ class Learner:
         self.replicas.use_statistics(self.settings.statistics or "running")
 
     def _named(self) -> dict[str, Tensor]:
-        """Return the tensors of replicas and objective by name, and the count of updates if there are resets."""
+        """Return the tensors of replicas, objective and guard by name, and the count of updates if there are resets."""
         own = {} if self.settings.resets == "never" else {"updates": self._updates}
         own |= {f"objective/{name}": tensor for name, tensor in self.objective.state.items()}
+        own |= {f"guard/{name}": tensor for name, tensor in self.watch.state.items()}
         return self.replicas.tensors | own
 
     def __reduce__(self) -> tuple[Any, ...]:

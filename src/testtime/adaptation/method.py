@@ -35,10 +35,10 @@ def episode(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
     Returns:
         The predictions, `(S, B, ...)`.
     """
-    settings, objective = learner.settings, learner.objective
+    settings, objective, watch = learner.settings, learner.objective, learner.watch
     good = learner.later(learner.begin)
     before = learner.later(objective.observe, images)  # concurrently with learning, unless the gate needs it
-    wanted = learner.all_rows[:, None].expand_as(samples)  # (S, B)
+    wanted = watch.admit(learner.all_rows[:, None].expand_as(samples))  # (S, B)
     if settings.threshold < 1:
         wanted = wanted & gate(before.result().confidence, settings.threshold)
     if not possibly_any(wanted):
@@ -46,11 +46,13 @@ def episode(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
     weights = wanted.float() / wanted.sum(1, keepdim=True).clamp(min=1)
     draws = Draws.of(settings.seed, samples)
     try:
+        objective.begin(images, wanted)
         for step in range(settings.steps):
             learn(learner, images, draws.fold(step), weights)
         finite = learner.later(learner.is_finite)
         after = objective.observe(images)
-        prediction, undone = settle(wanted, before.result(), after, finite.result(), settings.guard)
+        sound = watch.judge(images, wanted, good.result().pieces[0], after, finite.result())
+        prediction, undone = settle(wanted, before.result(), after, sound, watch.guard.rise)
     except BaseException:  # including Ctrl-C: a partial update must not remain
         learner.restore(good.result(), learner.all_rows)
         raise

@@ -25,6 +25,7 @@ from testtime.adaptation.objectives import (
     MovingStatistics,
     Objective,
     Prototypes,
+    Rehearsal,
     ReliableEntropy,
     RobustTeacher,
     SelfSupervision,
@@ -32,6 +33,7 @@ from testtime.adaptation.objectives import (
     Teacher,
 )
 from testtime.adaptation.settings import Settings
+from testtime.checks import format_value, is_number
 
 Mode = Literal["fixed", "episodic", "online"]
 Need = Literal["branch", "batch", "statistics", "batchnorm"]
@@ -52,6 +54,7 @@ class Method:
         episodic: Fields that override `settings` in episodic mode.
         needs: Requirements: "branch", a trained self-supervised branch; "batch", several images per call; "statistics",
             those of training images, see `testtime.collect`; "batchnorm", layers of Batch Normalization.
+        holds_images: Whether the state of a stream contains recent images.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Method:
     settings: Mapping[str, Any] = field(default_factory=dict)
     episodic: Mapping[str, Any] = field(default_factory=dict)
     needs: tuple[Need, ...] = ()
+    holds_images: bool = False
 
     def __post_init__(self) -> None:
         for need in self.needs:
@@ -77,7 +81,11 @@ class Method:
     def make_settings(self, mode: Mode, given: Mapping[str, Any]) -> Settings:
         """Return the settings of the method in a mode; `given` overrides the method's."""
         own = {"steps": 1, **self.settings, **(self.episodic if mode == "episodic" else {})}
-        return Settings(**{**own, **given})
+        settings = Settings(**{**own, **given})
+        for name in settings.constants:
+            if not is_number(getattr(self.objective, name, None)):
+                raise ValueError(f"`constants`: the method {self.name!r} has no {format_value(name)}.")
+        return settings
 
 
 _SUN = "Sun et al., Test-Time Training with Self-Supervision, ICML 2020"
@@ -97,6 +105,24 @@ METHODS: dict[str, Method] = {
             settings={"mirrored": True},
             episodic={"steps": 10},
             needs=("branch",),
+        ),
+        Method(
+            "mirrored",
+            "ttt that averages the logits of the image and its mirror image",
+            _SUN,
+            settings={"mirrored": True},
+            episodic={"steps": 10},
+            needs=("branch",),
+        ),
+        Method(
+            "rehearsal",
+            "ttt with information maximisation on a memory of recent images; learns only if the task is hard",
+            f"{_SUN}; Liang et al., Do We Really Need to Access the Source Data?, ICML 2020",
+            Rehearsal,
+            settings={"update": "encoder", "mirrored": True},
+            episodic={"steps": 10},
+            needs=("branch",),
+            holds_images=True,
         ),
         Method(
             "norm",
@@ -208,6 +234,7 @@ METHODS: dict[str, Method] = {
             "Yuan et al., Robust Test-Time Adaptation in Dynamic Scenarios, CVPR 2023",
             RobustTeacher,
             settings={**_NORM, "statistics": "running"},
+            holds_images=True,
         ),
         Method(
             "actmad",
@@ -224,8 +251,8 @@ METHODS: dict[str, Method] = {
         ),
     )
 }
-"""The methods by name. `best` assumes that mirroring preserves the class: true of photographs, not of letters or
-digits."""
+"""The methods by name. `best`, which is `mirrored`, and `rehearsal` assume that mirroring preserves the class: true of
+photographs, not of letters or digits."""
 
 
 def find_method(method: str | Method) -> Method:

@@ -1,12 +1,26 @@
-"""The predictions of an adapter."""
+"""The predictions of an adapter, and what they are made from: observations before and after learning."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Observation(NamedTuple):
+    """Outputs of S replicas on B plain images each.
+
+    Attributes:
+        logits: Class logits `(S, B, K)`.
+        loss: The objective's loss `(S, B)`.
+        confidence: Confidence in [0, 1], `(S, B)`.
+    """
+
+    logits: Tensor
+    loss: Tensor
+    confidence: Tensor
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
 
+from testtime.adaptation.guard import Guard
 from testtime.augment import Augment
-from testtime.checks import format_value, is_integer
+from testtime.checks import format_value, is_integer, is_number, is_table_of
 from testtime.networks.replicas import Statistics
 from testtime.precision import Precision, check_precision
 from testtime.tasks import Task
@@ -43,13 +44,15 @@ class Settings:
             "running", as in the paper; "running" if a batch shares its updates.
         optimizer: A `torch.optim` class, or a callable `(parameters, lr=lr)` that returns an optimizer.
         seed: Seed of the augmentations.
-        guard: Undo an update if the loss on the image becomes non-finite or increases by more than this.
+        guard: Undo an update if the loss on the image becomes non-finite or increases by more than this. A `Guard`
+            also follows the stream for collapse, and says what to fall back to.
         precision: "fp32" is exact; "tf32" and "bf16" are faster on a GPU. Weights and updates are always float32.
             None: "tf32" on CUDA, else "fp32".
         mirrored: Average the logits of the image and its mirror image.
         task: The self-supervised task; None: the network's.
         augment: The augmentation of the copies; None: the one the network was trained with.
         resets: "never", or after how many updates a stream starts again from the original network.
+        constants: Constants of the method's objective, by name, that differ from its own, e.g. `{"memory": 0}`.
     """
 
     steps: int
@@ -61,12 +64,13 @@ class Settings:
     statistics: Statistics | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     seed: int = 0
-    guard: float = 3.0
+    guard: float | Guard = 3.0
     precision: Precision | None = None
     mirrored: bool = False
     task: Task | None = None
     augment: Augment | None = None
     resets: int | Literal["never"] = "never"
+    constants: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.steps < 0:
@@ -77,10 +81,12 @@ class Settings:
             raise ValueError(f"`lr` must be positive, got {self.lr}.")
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"`threshold` must be in [0, 1], got {self.threshold}.")
-        if not self.guard > 0:
+        if not isinstance(self.guard, Guard) and not self.guard > 0:
             raise ValueError(f"`guard` must be positive (infinity allows any finite rise), got {self.guard}.")
         if self.resets != "never" and not is_integer(self.resets, 1):
             raise ValueError(f'`resets` must be "never" or an integer of at least 1, got {format_value(self.resets)}.')
+        if not is_table_of(is_number)(self.constants):
+            raise ValueError(f"`constants` must be numbers by name, got {format_value(self.constants)}.")
         check_precision(self.precision)
         if isinstance(self.update, list):
             object.__setattr__(self, "update", tuple(self.update))
@@ -97,10 +103,14 @@ class Settings:
             plain[name] = getattr(plain[name], "__qualname__", repr(plain[name]))
         if isinstance(self.update, tuple):
             plain["update"] = list(self.update)
+        if isinstance(self.guard, Guard):
+            plain["guard"] = self.guard.describe()
         if self.statistics in (None, "running"):  # records of version 0.1 do not have it
             del plain["statistics"]
         if self.resets == "never":
             del plain["resets"]
+        if not self.constants:
+            del plain["constants"]
         return plain
 
 
@@ -126,7 +136,7 @@ def document_settings(steps: int) -> Callable[[Kind], Kind]:
     def document(kind: Kind) -> Kind:
         signature = inspect.signature(kind.__init__)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        defaults = {f.name: steps if f.default is MISSING else f.default for f in fields(Settings)}
+        defaults = {f.name: {} if f.default is MISSING else f.default for f in fields(Settings)} | {"steps": steps}
         more = [
             inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=defaults[f.name], annotation=f.type)
             for f in fields(Settings)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from testtime import kernels
 from testtime.adaptation.batching import run_fitting
 from testtime.adaptation.methods import Method
-from testtime.adaptation.objectives import Observation
-from testtime.adaptation.prediction import Prediction
+from testtime.adaptation.prediction import Observation, Prediction
 from testtime.adaptation.settings import Settings
 from testtime.kernels.graphs import Later
 from testtime.networks.replicas import Replicas

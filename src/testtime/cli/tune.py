@@ -39,6 +39,16 @@ Steps = Annotated[str | None, Option(help="Gradient steps per image, e.g. 1,2.",
 Copies = Annotated[str | None, Option(help="Augmented copies per step, e.g. 16,32.", rich_help_panel=METHOD)]
 Threshold = Annotated[str | None, Option(help="Thresholds of the confidence, e.g. 0.9,1.", rich_help_panel=METHOD)]
 Update = Annotated[str | None, Option(help="Parameters that learn, e.g. encoder,norm.", rich_help_panel=METHOD)]
+Constants = Annotated[
+    list[str] | None,
+    Option(
+        "--constant",
+        metavar="NAME=VALUES",
+        help="Constant of the method's objective, e.g. weight=0.5,1. May be repeated.",
+        show_default=False,
+        rich_help_panel=METHOD,
+    ),
+]
 Precision = Annotated[
     Literal["fp32", "tf32", "bf16"] | None,
     Option(
@@ -74,6 +84,7 @@ def tune(
     copies: Copies = None,
     threshold: Threshold = None,
     update: Update = None,
+    constant: Constants = None,
     precision: Precision = None,
     data: Data = None,
     levels: Levels = "5",
@@ -94,10 +105,16 @@ def tune(
       testtime train --data digits --hold-out 300 --out runs/selection
       testtime tune -c runs/selection/network.safetensors --lr 0.001,0.003
       testtime tune -c net.safetensors --method tent --lr 0.001,0.002 --steps 1,2
+      testtime tune -c net.safetensors --method rehearsal --constant weight=0.5,1
       testtime tune -m timm:resnet18 --weights w.pth --data cifar10-held-out-c \\
         --method tent --lr 0.001,0.002
     """
     values = {"lr": lr, "steps": steps, "copies": copies, "threshold": threshold, "update": update}
+    for text in constant or ():
+        name, found, words = text.partition("=")
+        if not (name and found) or name in values:
+            raise typer.BadParameter(f"--constant must be NAME=VALUES, each name once, got {text!r}.")
+        values[name] = words
     if all(text is None for text in values.values()):
         raise typer.BadParameter("pass the values to choose from, e.g. --lr 0.001,0.002.")
 

@@ -42,6 +42,7 @@ from testtime.diagnosis.gradient_study import open_for
 from testtime.diagnosis.gradients import Products, freeze
 from testtime.diagnosis.verdict import Diagnosis, Estimate, Hints, Reference, Trial, Verdict, judge
 from testtime.evaluation.records import stream_order
+from testtime.networks.task_loss import find_entry, find_guessing, read_task_loss
 from testtime.networks.ynet import YNet
 from testtime.precision import arithmetic
 from testtime.progress import Progress
@@ -128,7 +129,7 @@ def diagnose(
         "trial": stream,
     }
     unjudged = Diagnosis(**about, verdict=Verdict("unclear", "", ()))
-    return Diagnosis(**about, verdict=judge(unjudged, _find_guessing(task)))
+    return Diagnosis(**about, verdict=judge(unjudged, find_guessing(task)))
 
 
 def diagnose_all(
@@ -243,7 +244,7 @@ def find_reference(
     Args:
         net: The network.
         name: A set or a folder like its training data; None takes the test images of the set named in the network's
-            card, if available, and otherwise what the card's record says about the branch or its last epoch.
+            card, if available, and otherwise what the network's statistics or the card's record say about the task.
         root: Root folder of the data sets.
         limit: Maximum number of images.
 
@@ -257,8 +258,8 @@ def find_reference(
     if name is not None:
         return measure_reference(net, open_for(net, name, root), limit, name)
     record: Any = net.card.record  # from a file, not validated
-    branch = _find(record, "branch")
-    trained_on = _find(record if branch is None else branch, "configuration", "data", "name")
+    branch = find_entry(record, "branch")
+    trained_on = find_entry(record if branch is None else branch, "configuration", "data", "name")
     if isinstance(trained_on, str):
         trained_on = trained_on.split("[", 1)[0]  # without the marks of a subset
         with contextlib.suppress(DataError, ValueError):  # not available here
@@ -267,35 +268,8 @@ def find_reference(
             # Held-out images: the loss on training images would be too low.
             found = datasets.open(trained_on, root, **options)
             return measure_reference(net, found, limit, f"{trained_on}, test images")
-    return _read_reference(net, record)
-
-
-def _read_reference(net: YNet, record: Any) -> Reference | None:
-    """Return what a card's record says about the task; None if it says nothing."""
-    for key, images in (("held_out", "held-out"), ("training", "training")):
-        measured = [_find(record, "branch", key, name) for name in ("loss", "error")]
-        if all(isinstance(value, float) for value in measured):
-            return Reference(f"the card, {images} images of the branch", *measured)
-    epochs = record.get("epochs")
-    loss = _find(epochs[-1], "task") if isinstance(epochs, list) and epochs else None
-    if isinstance(loss, float):
-        return Reference("the card, augmented training images in the last epoch", loss)
-    if _find(record, "configuration", "recipe", "method") in ("plain", "alp"):
-        task = tasks.make(net.card.task)
-        return Reference("the card: the training did not include the task", _find_guessing(task), task.chance)
-    return None
-
-
-def _find_guessing(task: Task) -> float:
-    """Return the task's loss at chance level."""
-    return task.chance if task.outputs is None else math.log(task.outputs)
-
-
-def _find(table: Any, *keys: str) -> Any:
-    """Return an entry of nested dictionaries, or None if there is none."""
-    for key in keys:
-        table = table.get(key) if isinstance(table, dict) else None
-    return table
+    found = read_task_loss(net)
+    return None if found is None else Reference(*found)
 
 
 def measure_reference(net: YNet, test_set: TestSet, limit: int = LIMIT, source: str = "") -> Reference:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from testtime.diagnosis.correlation import Agreement, to_plain
+from testtime.networks.task_loss import EASY, measure_drift
 from testtime.storage import printable
 
 Kind = Literal["helps", "hurts", "little to gain", "untrained", "trivial", "ill-defined", "unclear"]
@@ -21,7 +22,6 @@ _SIDES = ("at the top", "on the left", "at the bottom", "on the right")
 _SIGMAS = 2.0  # half width of a 95% interval, in standard errors
 _MARGIN = 1 / 12  # of the side: excess over the training images' margin; 1.5 times if those are unknown
 _BORDER = 0.2  # error from the border alone below which it reveals the rotation
-_FEW = 1.5  # times the training data's loss, up to which the task counts as equally easy
 _LOST = 0.65  # error from which the task counts as guessed
 _GUESSING = 0.9  # times the loss of guessing, from which the task counts as not learned
 
@@ -265,7 +265,7 @@ def _trivial(found: Diagnosis, guessing: float) -> Verdict | None:
 
 def _little(found: Diagnosis, guessing: float) -> Verdict | None:
     known = found.reference
-    if known is None or found.task_loss.low > _FEW * known.task_loss:
+    if known is None or measure_drift(found.task_loss.low, known.task_loss) > EASY:
         return None
     reasons = (_format_task(found), _format_agreement(found))
     return Verdict(

@@ -11,8 +11,10 @@ stream_checkpoints.py  checkpoints of online units that run as parallel streams
 worker.py              running one unit
 schedule.py, run.py    running the missing units in this process; ray.py: on Ray
 predict_files.py       predictions for image files
+calibration.py         the thresholds of `Auto`, fitted to runs
 """
 
+from testtime.evaluation.calibration import Trace, fit_calibration, read_traces
 from testtime.evaluation.method_specs import MethodSpec
 from testtime.evaluation.plan import Plan, SetSpec, make_plan
 from testtime.evaluation.run import run_plan
@@ -26,12 +28,15 @@ __all__ = [
     "Run",
     "RunError",
     "SetSpec",
+    "Trace",
     "Unit",
+    "fit_calibration",
     "format_run",
     "make_plan",
     "open_run",
     "open_runs",
     "read_study",
+    "read_traces",
     "run_plan",
     "studies",
     "write_summary",

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from testtime import augment as augmentations
 from testtime import tasks
 from testtime.adaptation.adapters import Adapter, Episodic, Fixed, Online
+from testtime.adaptation.guard import Guard
 from testtime.adaptation.methods import METHODS, Mode, find_method
 from testtime.adaptation.settings import Settings
 from testtime.adaptation.streams import Streams
@@ -23,6 +24,7 @@ from testtime.checks import (
     is_list_of,
     is_number,
     is_table,
+    is_table_of,
     is_text,
 )
 from testtime.networks.card import Card
@@ -38,13 +40,14 @@ _SETTINGS: dict[str, Kind] = {
     "copies": ("an integer", is_integer),
     "threshold": ("a number or a percentage", lambda value: is_number(value) or is_text(value)),
     "update": ("a string or a list of strings", lambda value: is_text(value) or is_list_of(is_text)(value)),
-    "guard": ("a number", lambda value: is_number(value) or value == math.inf),
+    "guard": ("a number or a table", lambda value: is_number(value) or value == math.inf or is_table(value)),
     "precision": ("a string", is_text),
     "mirrored": ("true or false", is_flag),
     "augment": ("a table", is_table),
     "task": ("a string or a table", lambda value: is_text(value) or is_table(value)),
     "share": ("a string", is_text),
     "statistics": ("a string", is_text),
+    "constants": ("a table of numbers", is_table_of(is_number)),
     "resets": ('an integer or "never"', lambda value: is_integer(value) or value == "never"),
 }
 _AUGMENT: dict[str, Kind] = {
@@ -54,6 +57,9 @@ _AUGMENT: dict[str, Kind] = {
     "scale": ("two numbers", lambda value: _is_pair(value)),
     "ratio": ("two numbers", lambda value: _is_pair(value)),
     "flip": ("true or false", is_flag),
+}
+_GUARD: dict[str, Kind] = {
+    f.name: ("a string", is_text) if f.name == "fallback" else ("a number", is_number) for f in fields(Guard)
 }
 _INFERENCE = ("precision", "mirrored")  # the settings of fixed methods
 
@@ -68,10 +74,10 @@ class MethodSpec:
         network: Name of the network it starts from: `joint`, `baseline` (trained on class labels only), or any other
             network of the plan.
         settings: Fields of `Settings` that differ from the method's defaults: steps, lr, copies, threshold, update,
-            share, statistics, guard, precision, mirrored, resets; `augment` and `task` as name and arguments. A fixed
-            method accepts only precision and mirrored. A `threshold` may be a percentage, e.g. "20%": on each test set
-            it becomes that quantile of the unadapted network's confidences, which takes one pass over the unlabelled
-            set beforehand.
+            share, statistics, guard, precision, mirrored, resets, constants; `augment` and `task` as name and
+            arguments, `guard` as a number or the fields of a `Guard`. A fixed method accepts only precision and
+            mirrored. A `threshold` may be a percentage, e.g. "20%": on each test set it becomes that quantile of the
+            unadapted network's confidences, which takes one pass over the unlabelled set beforehand.
         method: A name from `METHODS`.
     """
 
@@ -102,6 +108,8 @@ class MethodSpec:
                 raise ValueError(f"unknown setting {format_value(name)}; available: {', '.join(_SETTINGS)}.")
         check_entries(self.settings, _SETTINGS)
         check_entries(self.settings.get("augment", {}), _AUGMENT)
+        if is_table(self.settings.get("guard")):
+            check_entries(self.settings["guard"], _GUARD)
         idle = [name for name in self.settings if self.mode == "fixed" and name not in _INFERENCE]
         if idle:
             raise ValueError(f"a fixed method has no setting {', '.join(idle)}.")
@@ -195,6 +203,8 @@ class MethodSpec:
         for name, make in (("task", tasks.make), ("augment", augmentations.make)):
             if name in given:
                 given[name] = make(given[name])
+        if is_table(given.get("guard")):
+            given["guard"] = Guard(**given["guard"])
         return given
 
 

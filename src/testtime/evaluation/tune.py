@@ -26,6 +26,7 @@ from testtime.storage import write_atomic
 
 _FIXED = "fixed"
 _MOST = 1_000  # combinations
+_SETTINGS = ("lr", "steps", "copies", "threshold", "update")  # others are constants
 
 
 def make_grid(method: str, mode: Mode | None, values: Mapping[str, str | None], **same: Any) -> list[MethodSpec]:
@@ -34,7 +35,8 @@ def make_grid(method: str, mode: Mode | None, values: Mapping[str, str | None], 
     Args:
         method: A name from `METHODS`.
         mode: `episodic` or `online`; None for the method's default.
-        values: For `lr`, `steps`, `copies`, `threshold` and `update`, values separated by commas, or None.
+        values: For `lr`, `steps`, `copies`, `threshold`, `update` and constants of the method's objective, values
+            separated by commas, or None.
         **same: Settings that all of them share.
 
     Raises:
@@ -51,10 +53,24 @@ def make_grid(method: str, mode: Mode | None, values: Mapping[str, str | None], 
     grid: list[MethodSpec] = []
     for words in itertools.product(*given.values()):
         texts = dict(zip(given, words, strict=True))
-        own = {"update": texts.pop("update")} if "update" in texts else {}
+        own: dict[str, Any] = {"update": texts.pop("update")} if "update" in texts else {}
+        constants = {name: _read_number(name, texts.pop(name)) for name in [*texts] if name not in _SETTINGS}
+        if constants:
+            own["constants"] = constants
         (spec,) = override([replace(base, settings={**same, **own})], {name: [text] for name, text in texts.items()})
-        grid.append(replace(spec, name=" ".join(f"{name}={spec.settings[name]}" for name in given)))
+        shown = {**spec.settings, **constants}
+        grid.append(replace(spec, name=" ".join(f"{name}={shown[name]}" for name in given)))
     return grid
+
+
+def _read_number(name: str, text: str) -> int | float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a number, got {text!r}.")
+    return int(value) if value == int(value) else value
 
 
 def make_tuning_plan(

@@ -24,6 +24,7 @@ from testtime.networks.card import FEATURES, STATISTICS, Statistics, compare_ten
 from testtime.networks.replicas import plain_attention
 from testtime.networks.resnet import GroupNormReLU
 from testtime.networks.stacked import NORMS
+from testtime.networks.task_loss import measure_task
 from testtime.networks.ynet import YNet
 from testtime.precision import arithmetic
 from testtime.progress import Progress
@@ -39,8 +40,9 @@ def collect(net: YNet, images: Tensor | TestSet, *, count: int = 2000, progress:
 
     These are the diagonal of the empirical Fisher information of encoder and classifier, i.e. the mean over images of
     the squared gradient of the cross-entropy to the predicted class; and mean and variance, per channel, of the output
-    of each normalisation layer (before a fused ReLU) and of the input of the last linear layer. The network is in
-    evaluation mode for this; its weights, buffers and mode are not changed.
+    of each normalisation layer (before a fused ReLU) and of the input of the last linear layer. If there is a
+    self-supervised branch, `about` also has the mean loss of its task, on augmented copies and on plain images. The
+    network is in evaluation mode for this; its weights, buffers and mode are not changed.
 
     Args:
         net: The network.
@@ -66,6 +68,7 @@ def collect(net: YNet, images: Tensor | TestSet, *, count: int = 2000, progress:
         parameters = _list_parameters(model)
         squares = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in parameters.items()}
         moments: dict[str, _Moments] = {}
+        losses: dict[str, list[Tensor]] = {}
         digest = hashlib.sha256()
         size = max(1, min(_CHUNK, _VALUES // max(1, sum(tensor.numel() for tensor in parameters.values()))))
         done = 0
@@ -74,17 +77,21 @@ def collect(net: YNet, images: Tensor | TestSet, *, count: int = 2000, progress:
             digest.update(chunk.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
             chunk = chunk.detach().to(device)
             _add_moments(model, chunk, moments)
+            for kind, values in (measure_task(model, chunk, Draws.of(_SEED, numbers.to(device))) or {}).items():
+                losses.setdefault(kind, []).append(values.double())
             for name, gradients in _find_gradients(model, parameters, chunk).items():
                 squares[name] += gradients.float().square().sum(0)
             done += len(chunk)
             if progress is not None:
                 progress(done, len(chosen), "statistics")
         name = images.name if isinstance(images, TestSet) else None
+        task = {kind: float(torch.cat(values).mean()) for kind, values in losses.items()}
         net.statistics = Statistics(
             fisher={name: tensor / done for name, tensor in squares.items()},
             means={name: one.mean for name, one in moments.items()},
             variances={name: one.squares / one.count for name, one in moments.items()},
-            about={"images": done, "set": name, "hash": digest.hexdigest()[:16], "seed": _SEED},
+            about={"images": done, "set": name, "hash": digest.hexdigest()[:16], "seed": _SEED}
+            | ({"task": task} if task else {}),
         )
     return net
 

@@ -6,6 +6,7 @@ from testtime.adaptation.objectives.dua import MovingStatistics
 from testtime.adaptation.objectives.eata import AnchoredEntropy, ReliableEntropy
 from testtime.adaptation.objectives.entropy import Entropy, measure_entropy
 from testtime.adaptation.objectives.memo import MarginalEntropy
+from testtime.adaptation.objectives.rehearsal import Rehearsal
 from testtime.adaptation.objectives.roid import LikelihoodRatio
 from testtime.adaptation.objectives.rotta import RobustTeacher
 from testtime.adaptation.objectives.sar import SharpnessAwareEntropy
@@ -25,6 +26,7 @@ __all__ = [
     "Objective",
     "Observation",
     "Prototypes",
+    "Rehearsal",
     "ReliableEntropy",
     "RobustTeacher",
     "SelfSupervision",

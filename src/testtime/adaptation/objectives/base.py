@@ -9,33 +9,22 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from testtime.adaptation.prediction import Observation
 from testtime.adaptation.settings import Settings
 from testtime.networks.card import Statistics
 from testtime.networks.replicas import Replicas
 from testtime.randomness import Draws
 
 
-class Observation(NamedTuple):
-    """Outputs of S replicas on B plain images each.
-
-    Attributes:
-        logits: Class logits `(S, B, K)`.
-        loss: The objective's loss `(S, B)`.
-        confidence: Confidence in [0, 1], `(S, B)`.
-    """
-
-    logits: Tensor
-    loss: Tensor
-    confidence: Tensor
-
-
 class Objective(abc.ABC):
     """Base class of the objectives of S replicas.
+
+    Its constants are class attributes, which `Settings.constants` overrides.
 
     Args:
         replicas: The replicas.
@@ -49,6 +38,8 @@ class Objective(abc.ABC):
         """State of the objective by name, `(S, ...)` each."""
         self.skipped: Tensor | None = None
         """Which replicas take no step, bool `(S,)`, decided by `total`; None: all take it."""
+        for name, value in settings.constants.items():
+            setattr(self, name, value)
 
     @abc.abstractmethod
     def loss(self, images: Tensor, draws: Draws) -> Tensor:
@@ -67,6 +58,12 @@ class Objective(abc.ABC):
             weights: Weight of each image within its replica, `(S, B)`; 0 for an image that is not learned from.
         """
         return (self.loss(images, draws) * weights).sum()
+
+    def begin(self, images: Tensor, wanted: Tensor) -> None:  # noqa: B027 (optional)
+        """See the images `(S, B, C, H, W)` of an episode, and which are learned from, bool `(S, B)`, before any step.
+
+        The state must not change here, since it may still be being copied; `update` follows.
+        """
 
     def descend(self, descend: Callable[..., None], loss: Callable[[], Tensor]) -> None:
         """Minimise the total that a function computes; by default with one optimizer step.

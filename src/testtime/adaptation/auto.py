@@ -1,0 +1,213 @@
+"""Auto: an adapter that decides for every image whether to learn from it, and whether to remember what it learned.
+
+It follows one score without labels, the drift: the loss of the unadapted network's self-supervised task, relative to
+its loss on the training data.
+
+    the stream has drifted          online: learn, and remember
+    only this image is unusual      episodic: learn, and forget
+    neither                         fixed: do not learn
+
+Decisions do not depend on what was learned, so that learning cannot talk itself into more or less of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from testtime.adaptation.adapters import Episodic, Online
+from testtime.adaptation.methods import Method, find_method
+from testtime.adaptation.prediction import Prediction
+from testtime.adaptation.settings import document_settings
+from testtime.adaptation.state import check_state
+from testtime.checks import format_value, is_number
+from testtime.networks.task_loss import EASY, measure_drift, read_task_loss
+from testtime.networks.ynet import YNet
+
+_WINDOW = 500  # images whose confidence is averaged
+_SIGMAS = 2.0  # half width of a 95% interval, in standard errors
+_FIXED, _EPISODIC, _ONLINE = range(3)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The thresholds of `Auto`, and how confidence becomes accuracy.
+
+    `testtime.evaluation.fit_calibration` fits one to runs with labels. The default learns online from the drift up to
+    which `testtime.diagnose` finds little to gain, and takes the mean confidence for the accuracy.
+
+    Attributes:
+        online: Drift of a stream from which it learns online; None: never.
+        episodic: Drift of an image from which it is learned from in a stream that does not learn online; None: never.
+        momentum: Of the moving average that is the drift of a stream. It starts at 1, i.e. no drift.
+        slope: Increase of the accuracy with the mean probability of the predicted classes.
+        intercept: Accuracy at a mean probability of 0, by the same line.
+        spread: Standard deviation of the accuracy of streams around the line.
+    """
+
+    online: float | None = EASY
+    episodic: float | None = None
+    momentum: float = 0.95
+    slope: float = 1.0
+    intercept: float = 0.0
+    spread: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not (is_number(value) or (value is None and name in ("online", "episodic"))):
+                raise ValueError(f"`{name}` must be a number, got {format_value(value)}.")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"`momentum` must be in [0, 1), got {self.momentum}.")
+        if self.spread < 0:
+            raise ValueError(f"`spread` must not be negative, got {self.spread}.")
+
+    def choose(self, drifts: Tensor, average: float) -> tuple[Tensor, float]:
+        """Choose the mode of each image of a stream: 0 fixed, 1 episodic, 2 online.
+
+        Args:
+            drifts: Drifts of the images, `(N,)`. One that is not finite is left to online learning, whose guard undoes
+                what cannot be learned from.
+            average: The drift of the stream before them.
+
+        Returns:
+            The modes, int64 `(N,)`, and the drift of the stream after them.
+        """
+        modes = []
+        for drift in drifts.tolist():
+            if math.isfinite(drift):
+                average += (drift - average) * (1 - self.momentum)
+            if not math.isfinite(drift) or _reaches(average, self.online):
+                modes.append(_ONLINE)
+            else:
+                modes.append(_EPISODIC if _reaches(drift, self.episodic) else _FIXED)
+        return torch.tensor(modes, dtype=torch.int64, device="cpu"), average
+
+    def estimate(self, confidence: float, images: int) -> Accuracy:
+        """Estimate the accuracy on a number of images from the mean probability of their predicted classes."""
+        value = min(1.0, max(0.0, self.intercept + self.slope * confidence))
+        error = _SIGMAS * math.sqrt(self.spread**2 + value * (1 - value) / max(images, 1))
+        return Accuracy(value, max(0.0, value - error), min(1.0, value + error))
+
+
+class Accuracy(NamedTuple):
+    """An estimate of the accuracy with the bounds of a 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def _reaches(drift: float, limit: float | None) -> bool:
+    return limit is not None and drift >= limit
+
+
+@document_settings(steps=1)
+class Auto(Online):
+    """A stream in which each image is predicted fixed, by an episode, or online, as the drift suggests.
+
+    The score and the predictions without learning are those of the unadapted network. What was learned online is
+    remembered while the stream does not learn.
+
+    Args:
+        net: The network; it is copied.
+        method: A name from `METHODS` that needs a self-supervised branch, or such a `Method`.
+        calibration: The thresholds.
+        reference: The task's loss on training data; by default what the network's statistics or its card say.
+        **settings: See below; they override the method's. `steps` are those of online learning; episodes take the
+            method's.
+    """
+
+    def __init__(
+        self,
+        net: YNet,
+        *,
+        method: str | Method = "ttt",
+        calibration: Calibration | None = None,
+        reference: float | None = None,
+        **settings: Any,
+    ) -> None:
+        self.calibration = calibration or Calibration()
+        if not find_method(method).needs_branch:
+            raise ValueError(f"`method` must need a self-supervised branch, whose loss Auto follows, got {method!r}.")
+        if settings.setdefault("share", "image") != "image":
+            raise ValueError("Auto decides for every image, so there is no batch to `share`.")
+        super().__init__(net, method=method, **settings)
+        known = read_task_loss(net) if reference is None else None
+        reference = known.loss if known is not None else reference
+        if reference is None or not (math.isfinite(reference) and reference > 0):
+            raise ValueError(
+                f"Auto compares with the task's loss in training, got {reference}: pass `reference`, or add it with "
+                "tt.collect(net, images)."
+            )
+        self.reference = reference
+        given = {name: value for name, value in settings.items() if name != "steps"}
+        self._episodes = [Episodic(net, method=method, **given)]  # in a list, to hide it from nn.Module
+
+    @property
+    def drift(self) -> float:
+        """The drift of the stream: a moving average of the task's loss relative to training; 1 means none."""
+        return float(self._score[0])
+
+    def estimate_accuracy(self) -> Accuracy | None:
+        """Estimate the accuracy of the last predictions, up to about 500, without labels; None before the first."""
+        _, confidence, images = self._score.tolist()
+        return self.calibration.estimate(confidence, int(images)) if images else None
+
+    def describe(self) -> dict[str, Any]:
+        """Return method, settings, calibration and reference, JSON-serializable."""
+        return super().describe() | {"calibration": asdict(self.calibration), "reference": self.reference}
+
+    def reset(self) -> None:
+        """Reset to the original network: the score, the sample counter, the counts, and everything learned."""
+        with self._lock, torch.inference_mode(False):
+            super().reset()
+            # Drift of the stream, mean confidence, and over how many images.
+            self._score = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return everything the adapter has learned, counted and scored, as tensors by name."""
+        with self._lock:
+            return {"score": self._score.clone()} | super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Continue from a state returned by `state_dict`, bit for bit; raises like `Adapter.load_state_dict`."""
+        check_state(state_dict, self._identify(), self._networks[0])
+        score = state_dict.get("score")
+        if score is None or score.dtype != torch.float64 or score.shape != (3,) or (score < 0).any():
+            raise ValueError("not an adapter's state: 'score' are not three numbers >= 0.")
+        with self._lock, torch.inference_mode(False):
+            super().load_state_dict(state_dict)
+            self._score = score.to("cpu", copy=True)
+
+    def _make_undo(self) -> Callable[[], None]:
+        score, undo = self._score, super()._make_undo()
+
+        def restore() -> None:
+            self._score = score
+            undo()
+
+        return restore
+
+    def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
+        prediction = self._unadapted(images)
+        if self.settings.steps == 0 or len(images) == 0:
+            return prediction
+        average, confidence, count = self._score.tolist()
+        modes, average = self.calibration.choose(measure_drift(prediction.loss_before, self.reference), average)
+        for mode, predict in ((_EPISODIC, self._episodes[0]._predict), (_ONLINE, super()._predict)):
+            rows = (modes == mode).nonzero().flatten().to(images.device)
+            if len(rows):
+                learned = predict(images[rows], samples[rows])
+                for f in fields(Prediction):
+                    getattr(prediction, f.name)[rows] = getattr(learned, f.name)
+        for value in prediction.logits.softmax(1).amax(1).double().tolist():
+            if math.isfinite(value):
+                count = min(count + 1, _WINDOW)
+                confidence += (value - confidence) / count
+        self._score = torch.tensor([average, confidence, count], dtype=torch.float64, device="cpu")
+        return prediction

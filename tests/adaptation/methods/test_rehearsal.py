@@ -1,0 +1,207 @@
+"""Rehearsal: against a plain loop, its memory against lists, its gate by numbers, and a step by hand."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from adapters import COUNT, NAN, network, pictures, same
+from loops import CLOSE, SHARP, entropy, make_batches, plain_network, sharpen
+from testtime import METHODS, CropFlip, Online, Rotation, Streams, YNet, collect
+from testtime.adaptation.objectives.rehearsal import add_images
+from testtime.networks.task_loss import read_task_loss
+from testtime.randomness import Draws
+
+LR = 0.01
+GIVEN: dict[str, Any] = {"method": "rehearsal", "lr": LR, "copies": 4}
+
+
+def rehearse(
+    net: YNet, images: Tensor, memory: int = 5, weight: float = 0.7, limit: float = 0.0, momentum: float = 0.99
+) -> Iterator[tuple[Tensor, bool]]:
+    """The answer to each image of a stream, and whether there was a step."""
+    model, held, average = copy.deepcopy(net).eval(), {}, limit
+    assert model.ssl is not None
+    optimizer = torch.optim.SGD(model.encoder.parameters(), lr=LR)
+    for number, image in enumerate(images):
+        held[number % memory if memory else 0] = (image * 255).round() / 255
+        draws = Draws.of(0, torch.tensor([number])).fold(0)
+        keys = draws.copies(4)
+        views, targets = Rotation().views(CropFlip(2)(image[None], keys).flatten(0, 1), keys.flatten())
+        loss = task = F.cross_entropy(model.self_supervise(views), targets)
+        if memory:
+            crops = []
+            for key in draws.purpose("memory").copies(4).keys[0]:
+                slot = int(Draws(key).purpose("slot").integers(len(held)))
+                crops.append(CropFlip(2)(held[slot][None], Draws(key.view(1, 1)))[0, 0])
+            logits = model(torch.stack(crops))
+            mean = logits.softmax(1).mean(0)
+            inform = entropy(logits).mean() + (mean * (mean + 1e-5).log()).sum()
+            loss = task + weight * len(held) / memory * inform
+        average = momentum * average + (1 - momentum) * float(task.detach())
+        learns = limit == 0 or average > limit
+        if learns:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            yield (model(image[None]) + model(image[None].flip(-1))) / 2, learns
+
+
+def make_images(count: int = 12) -> Tensor:
+    return torch.cat(make_batches(count // 6))
+
+
+@pytest.mark.parametrize("memory", [0, 1, 5, 64])
+@pytest.mark.parametrize("norm", ["group", "resnet"])
+def test_rehearsal(norm: str, memory: int) -> None:
+    net, images = network(norm) if norm == "resnet" else sharpen(network(norm), 4), make_images()
+    adapter = Online(net, constants={"memory": memory, "weight": 0.7, "drift": 0}, **GIVEN)
+    for image, (expected, _) in zip(images, rehearse(net, images, memory), strict=True):
+        torch.testing.assert_close(adapter(image[None]), expected, **SHARP)
+    assert (expected - net(images[-1:])).abs().max() > 1e-3
+    assert adapter.holds_images == (memory > 0)
+    assert ("learner/objective/images" in adapter.state_dict()) == (memory > 0)
+
+
+def test_nothing_is_learned_while_the_task_is_easy() -> None:
+    """The first images have a loss below the limit, the next above, and so on; the weights move only above."""
+    net, images = collect(sharpen(network("group"), 4), make_images(6)), make_images(24)
+    known = read_task_loss(net, "copies")
+    assert known is not None
+    given = {"memory": 5, "weight": 0.7, "drift": 1.02, "momentum": 0.5}
+    adapter, steps = Online(net, constants=given, **GIVEN), []
+    expected = rehearse(net, images, limit=1.02 * known.loss, momentum=0.5)
+    before = adapter.network().state_dict()
+    for image, (logits, learns) in zip(images, expected, strict=True):
+        torch.testing.assert_close(adapter(image[None]), logits, **CLOSE)
+        after = adapter.network().state_dict()
+        assert learns != all(torch.equal(before[name], after[name]) for name in before)
+        before = after
+        steps.append(learns)
+    assert 3 < sum(steps) < 21
+    assert "collected" in adapter.describe()
+
+
+def test_statistics_and_the_card_say_how_hard_the_task_was() -> None:
+    net, images = network("group"), pictures(40)
+    assert read_task_loss(net) is None
+    net.describe(record={"epochs": [{"task": 0.7}, {"task": 0.25}]})
+    assert read_task_loss(net, "copies") == read_task_loss(net, "plain")
+    found = read_task_loss(net)
+    assert found is not None
+    assert found.loss == 0.25
+    collect(net, images)
+    views, targets = Rotation().probe(images)
+    plain = read_task_loss(net)
+    copies = read_task_loss(net, "copies")
+    assert plain is not None
+    assert copies is not None
+    assert plain.loss == pytest.approx(F.cross_entropy(net.self_supervise(views), targets).item(), rel=1e-5)
+    keys = Draws.of(0, torch.arange(40)).copies(1)
+    views, targets = Rotation().views(CropFlip(2)(images, keys).flatten(0, 1), keys.flatten())
+    assert copies.loss == pytest.approx(F.cross_entropy(net.self_supervise(views), targets).item(), rel=1e-5)
+    assert "task" not in collect(network("no branch"), images).statistics.about  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("capacity", "size"), [(4, 3), (5, 1), (3, 8)])
+def test_the_memory_is_that_of_lists(capacity: int, size: int) -> None:
+    held, seen = torch.zeros(2, capacity, 1, 1, 1, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    lists: list[list[int]] = [[], []]
+    for call in range(6):
+        images = (torch.arange(2 * size) + 1 + 20 * call).byte().view(2, size, 1, 1, 1)
+        wanted = Draws.of(call, torch.arange(2)).uniform(size) < 0.7
+        held, seen = add_images(held, seen, images, wanted)
+        for row in range(2):
+            lists[row] += images[row, wanted[row]].flatten().tolist()
+            last = {place % capacity: value for place, value in enumerate(lists[row])}
+            assert held[row].flatten().tolist() == [last.get(slot, 0) for slot in range(capacity)]
+            assert int(seen[row]) == len(lists[row])
+
+
+def test_several_steps_store_an_image_once() -> None:
+    adapter = Online(network("group"), steps=3, constants={"memory": 4}, **GIVEN)
+    images = pictures(6)
+    adapter.predict(images)
+    state = adapter.state_dict()
+    assert state["learner/objective/seen"].tolist() == [6]
+    expected = (images[[4, 5, 2, 3]] * 255).round().byte()
+    assert torch.equal(state["learner/objective/images"][0], expected)
+
+
+def test_memory_and_average_are_saved_reset_and_put_back_and_belong_to_a_stream(tmp_path: Path) -> None:
+    net = collect(network("group"), pictures(20))
+    given = {**GIVEN, "constants": {"memory": 3, "drift": 1.0}}
+    streams, other = (Streams(net, COUNT, together=2, **given) for _ in range(2))
+    alone = [Online(net, **given) for _ in range(COUNT)]
+    for call in range(5):
+        images = pictures(seed=call)
+        found = streams.predict(images).logits
+        torch.testing.assert_close(
+            found, torch.cat([one(images[row : row + 1]) for row, one in enumerate(alone)]), **CLOSE
+        )
+    streams.save(tmp_path / "state")
+    other.load(tmp_path / "state")
+    assert same(streams.predict(images), other.predict(images))
+    before = streams.state_dict()
+    assert streams.predict(torch.full_like(images, NAN)).rolled_back.all()
+    after = streams.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("learner/"))
+    streams.reset(torch.tensor([1]))
+    assert streams.state_dict()["learner/objective/seen"].tolist() == [6, 0, 6]
+
+
+def test_a_step_computed_by_hand() -> None:
+    """Pixels become logits: (1, 0, 0, 0) becomes √3 and three times -1/√3. A memory of two, of which both are drawn."""
+
+    def stay(images: Tensor, draws: Draws) -> Tensor:
+        return images[:, None].expand(-1, draws.keys.shape[1], -1, -1, -1)
+
+    net = plain_network(4)
+    first, second = (torch.eye(4)[n].view(1, 4, 1, 1) for n in (0, 1))
+    settings: dict[str, Any] = {"method": "rehearsal", "augment": stay, "task": Rotation("all"), "copies": 2}
+    for seed in range(20):  # the second image must draw each of the two once
+        keys = Draws.of(seed, torch.tensor([1])).fold(0).purpose("memory").copies(2)
+        if sorted(keys.purpose("slot").integers(2)[0].tolist()) == [0, 1]:
+            break
+    adapter = Online(net, seed=seed, lr=0.1, constants={"memory": 2, "weight": 0.5}, **settings)
+    adapter.predict(first)
+    state = adapter.state_dict()
+    state["learner/encoder.0.bias"].zero_()
+    state["learner/encoder.0.weight"].fill_(1)
+    adapter.load_state_dict(state)
+    adapter.predict(second)
+    high, low = math.exp(math.sqrt(3)), math.exp(-math.sqrt(1 / 3))
+    p, q = high / (high + 3 * low), low / (high + 3 * low)
+    middle, rest = (p + q) / 2, q  # the mean prediction: of the two pixels that are set, and of the others
+    own = -(p * math.log(p) + 3 * q * math.log(q))
+    gradient = [q - 0.25, p - 0.25, q - 0.25, q - 0.25]  # of the task: each rotation once
+    slopes = [math.log(middle)] * 2 + [math.log(rest)] * 2
+    for one in ([p, q, q, q], [q, p, q, q]):
+        mean = sum(a * b for a, b in zip(one, slopes, strict=True))
+        for place in range(4):
+            certain = -one[place] * (math.log(one[place]) + own)
+            diverse = one[place] * (slopes[place] - mean)
+            gradient[place] += 0.5 * (certain + diverse) / 2
+    learned = adapter.network().encoder[0].bias.detach()  # type: ignore[index]
+    torch.testing.assert_close(learned, -0.1 * torch.tensor(gradient), rtol=0, atol=1e-4)
+
+
+def test_constants_are_those_of_the_objective() -> None:
+    net = network("group")
+    assert METHODS["rehearsal"].holds_images
+    assert METHODS["rotta"].holds_images
+    assert not Online(net).holds_images
+    assert Online(net, constants={"memory": 3}, **GIVEN).describe()["constants"] == {"memory": 3}
+    assert "constants" not in Online(net, **GIVEN).describe()
+    for bad, message in (({"memories": 3}, "has no 'memories'"), ({"memory": "3"}, "numbers by name")):
+        with pytest.raises(ValueError, match=message):
+            Online(net, constants=bad, **GIVEN)

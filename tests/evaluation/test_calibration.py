@@ -1,0 +1,70 @@
+"""The calibration of Auto: fitted to streams that are made for it, and read from a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from testtime import Calibration
+from testtime.evaluation import MethodSpec, Plan, SetSpec, run_plan
+from testtime.evaluation.calibration import Trace, fit_calibration, measure_accuracy, read_traces
+
+
+def make_trace(name: str, drift: float, right: tuple[float, float, float], count: int = 200) -> Trace:
+    """A stream around a drift, with accuracies by mode that are also the probabilities; evenly spread."""
+    places = np.arange(count) * 0.618 % 1
+    flags = np.stack([places < one for one in right])
+    return Trace(name, drift + 0.1 * (places - 0.5), flags, np.stack([np.full(count, 0.2 + 0.8 * r) for r in right]))
+
+
+def test_a_calibration_is_fitted() -> None:
+    """Online learning harms below a drift of 2 and helps above; episodes never help."""
+    traces = [make_trace(f"{n}", n, (0.9 - 0.1 * n, 0.8 - 0.1 * n, 0.7 if n > 2 else 0.5)) for n in (1, 1.5, 3, 4, 5)]
+    found = fit_calibration(traces)
+    assert found.online is not None
+    assert 1.55 < found.online < 2.95
+    assert found.episodic is None
+    best = [measure_accuracy(found, trace) for trace in traces]
+    assert best[:2] == [trace.right[0].mean() for trace in traces[:2]]
+    assert min(best[2:]) > 0.5
+    # Probabilities are 0.2 + 0.8 accuracy, up to rounding.
+    assert found.slope == pytest.approx(1.25, abs=0.02)
+    assert found.intercept == pytest.approx(-0.25, abs=0.02)
+    assert found.spread < 0.01
+    assert Calibration(**json.loads(json.dumps(asdict(found)))) == found
+    with pytest.raises(ValueError, match="at least 3 streams"):
+        fit_calibration(traces[:2])
+
+
+def test_single_unusual_images_get_episodes() -> None:
+    drift = np.where(np.arange(200) % 10 == 0, 5.0, 1.0)
+    right = np.stack([drift < 2, np.ones(200), np.zeros(200)]).astype(bool)
+    trace = Trace("mixed", drift, right, np.full((3, 200), 0.5) + 0.1 * right)
+    found = fit_calibration([trace, trace, trace])
+    assert found.episodic is not None
+    assert 1 < found.episodic <= 5
+    assert measure_accuracy(found, trace) == 1
+
+
+def test_traces_of_a_run(tmp_path: Path) -> None:
+    methods = tuple(
+        MethodSpec(mode, mode, settings={} if mode == "fixed" else {"copies": 2, "steps": 1})
+        for mode in ("fixed", "episodic", "online")
+    )
+    sets = tuple(SetSpec(name) for name in ("digits", "digits-c/fog/5"))
+    plan = Plan({"joint": "digits-resnet8-gn-joint"}, sets, methods, (0,), shuffle=True, limit=12)
+    run = run_plan(plan, tmp_path / "run")
+    traces = read_traces(run, 0.5)
+    assert [trace.name for trace in traces] == ["digits", "digits-c/fog/5"]
+    for trace in traces:
+        columns = {unit.method: unit.columns() for unit in run.units if unit.set_name == trace.name}
+        fixed = dict(zip(columns["fixed"]["sample"], columns["fixed"]["loss_before"], strict=True))
+        expected = [fixed[sample] / 0.5 for sample in columns["online"]["sample"]]
+        np.testing.assert_allclose(trace.drift, expected, rtol=1e-6)
+        assert trace.right[2].tolist() == columns["online"]["is_right"].astype(bool).tolist()
+    with pytest.raises(ValueError, match="no best on digits"):
+        read_traces(run, 0.5, ("fixed", "episodic", "best"))
