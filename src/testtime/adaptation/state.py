@@ -156,15 +156,24 @@ def _load_learner(
     if not learned:
         return None
     shape = learned.pop("shape", None)
+    learner = make(read_shape(shape, net))
+    learner.load(learned)
+    return learner
+
+
+def read_shape(shape: Tensor | None, net: YNet) -> tuple[int, int, int]:
+    """Return the shape (C, H, W) of images from a saved state.
+
+    Raises:
+        ValueError: It is missing or malformed, or the network takes no such images.
+    """
     if shape is None or shape.dtype != torch.int64 or shape.shape != (3,):
         raise ValueError("The state does not fit: the shape of its images is missing.")
     channels, height, width = shape.tolist()
     sound = min(channels, height, width) >= 1 and channels * height * width <= _LARGEST
     if not sound or channels != (net.channels or channels):
         raise ValueError(f"The state does not fit: it is for images {(channels, height, width)}.")
-    learner = make((channels, height, width))
-    learner.load(learned)
-    return learner
+    return channels, height, width
 
 
 def read_counts(state: Mapping[str, Tensor], name: str, number: int) -> list[int]:
