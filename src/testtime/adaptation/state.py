@@ -78,7 +78,7 @@ class Stateful(nn.Module):
         """Return everything the adapter has learned and counted, as tensors by name."""
         with self._lock:
             counts = [self.seen, self.adapted, self.rolled_back]
-            state = {key: pack_text(text) for key, text in self._identify().items()}
+            state = {key: pack_text(text) for key, text in self.identify().items()}
             state["counts"] = torch.tensor(counts, dtype=torch.int64, device="cpu")
             if self._learned is not None:
                 shape = torch.tensor(self._learned.shape, dtype=torch.int64, device="cpu")
@@ -92,7 +92,7 @@ class Stateful(nn.Module):
         Raises:
             ValueError: The state is of another network, adapter or settings; nothing was changed.
         """
-        counts = check_state(state_dict, self._identify(), self._networks[0])
+        counts = check_state(state_dict, self.identify(), self._networks[0])
         with self._lock, torch.inference_mode(False), self._all_or_nothing():
             self._learned = _load_learner(state_dict, self._networks[0], self._make_learner)
             self.seen = counts[0]
@@ -116,7 +116,7 @@ class Stateful(nn.Module):
         except ValueError as error:
             raise FileError(path, str(error).rstrip(".")) from None
 
-    def _identify(self) -> dict[str, str]:
+    def identify(self) -> dict[str, str]:
         """Return what a state and the adapter that loads it must have in common."""
         raise NotImplementedError
 

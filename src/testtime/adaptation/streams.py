@@ -187,7 +187,7 @@ class Streams(Adapter):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Continue from a state returned by `state_dict`, bit for bit; raises like `Adapter.load_state_dict`."""
-        check_state(state_dict, self._identify(), self._networks[0])
+        check_state(state_dict, self.identify(), self._networks[0])
         numbers = read_counts(state_dict, "numbers", self.count)
         with self._lock, torch.inference_mode(False):
             super().load_state_dict(state_dict)
