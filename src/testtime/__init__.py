@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from testtime.networks.wrap import split, wrap
     from testtime.networks.ynet import YNet
     from testtime.randomness import Draws
+    from testtime.serve.client import Client, ServiceError
     from testtime.storage import FileError
     from testtime.tasks import Rotation, Task
     from testtime.training.branch import fit_branch
@@ -65,6 +66,7 @@ _NAMES = {
     "networks.wrap": ("split", "wrap"),
     "networks.ynet": ("YNet",),
     "randomness": ("Draws",),
+    "serve.client": ("Client", "ServiceError"),
     "storage": ("FileError",),
     "tasks": ("Rotation", "Task"),
     "training.branch": ("fit_branch",),
@@ -81,6 +83,7 @@ __all__ = [
     "Adapter",
     "Card",
     "CheckpointError",
+    "Client",
     "Correlation",
     "CropFlip",
     "Diagnosis",
@@ -96,6 +99,7 @@ __all__ = [
     "Record",
     "ResizedCropFlip",
     "Rotation",
+    "ServiceError",
     "Settings",
     "Streams",
     "Task",

@@ -56,5 +56,3 @@ def _finite(value: float) -> float | None:
 def replace_answer(answer: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
     """Return an answer of shadow mode: the class is the original network's, the rest is unchanged."""
     return answer | {name: fixed[name] for name in ("class", "name", "probability", "probabilities", "before")}
-
-

@@ -57,4 +57,4 @@ def main(channels: int, size: int, pixels: int, given: BinaryIO, made: BinaryIO)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.stdin.buffer, sys.stdout.buffer)
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.stdin.buffer, sys.stdout.buffer)

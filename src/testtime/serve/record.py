@@ -140,4 +140,3 @@ def _move(average: float | None, value: float | None) -> float | None:
     if value is None or average is None:
         return average if value is None else value
     return average + _RATE * (value - average)
-

@@ -70,8 +70,9 @@ class Service:
         self.started, self.fault = time.time(), ""
         self._net, self._reference, self._needs_reference = net, None, method.needs_branch
         self.about: dict[str, Any] = {"network": name, "method": method.name, "version": __version__}
-        self.about |= {"shadow": settings.shadow, "size": net.card.size, "channels": channels, "classes": list(net.card.classes)}
-        self.about |= {"slots": settings.slots, "holds_images": method.holds_images, "reference_loss": None}
+        self.about |= {"size": net.card.size, "channels": channels, "classes": list(net.card.classes)}
+        self.about |= {"shadow": settings.shadow, "slots": settings.slots, "holds_images": method.holds_images}
+        self.about |= {"reference_loss": None}
 
     def start(self) -> None:
         """Get ready in a thread; meanwhile requests are refused."""
@@ -81,7 +82,7 @@ class Service:
                 self.decoder.start()
                 self.engine.warm_up(self.decoder.shape)
                 reference = find_reference(self._net) if self._needs_reference else None
-                self._reference = self.about["reference_loss"] = None if reference is None else reference.loss
+                self._reference = self.about["reference_loss"] = None if reference is None else reference.task_loss
                 if self.phase == "starting":
                     self.phase = "ready"
             except Exception as error:
