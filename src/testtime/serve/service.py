@@ -79,7 +79,6 @@ class Service:
 
         def prepare() -> None:
             try:
-                self.decoder.start()
                 self.engine.warm_up(self.decoder.shape)
                 reference = find_reference(self._net) if self._needs_reference else None
                 self._reference = self.about["reference_loss"] = None if reference is None else reference.task_loss
@@ -89,7 +88,8 @@ class Service:
                 log.exception("the service cannot start")
                 self.fault = type(error).__name__
 
-        threading.Thread(target=prepare, name="testtime-start", daemon=True).start()
+        for work in (prepare, self.decoder.start):
+            threading.Thread(target=work, name="testtime-start", daemon=True).start()
 
     def stop(self) -> bool:
         """Finish all requests, write all states and stop; returns whether everything was written."""
