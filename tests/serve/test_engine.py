@@ -65,12 +65,12 @@ def load_concurrently(batcher: Batcher, streams: int, requests: int, seed: int) 
 @pytest.mark.parametrize("checkpoint_every", [0, 1000])
 def test_every_stream_is_its_own_online(tmp_path: Path, checkpoint_every: int) -> None:
     """Under concurrent load, with many more streams than slots."""
-    with open_engine(tmp_path, slots=3, checkpoint_every=checkpoint_every, max_wait_ms=1.0) as (engine, batcher):
-        for seeds, answers in load_concurrently(batcher, 16, 4, seed=1).values():
+    with open_engine(tmp_path, slots=2, checkpoint_every=checkpoint_every, max_wait_ms=1.0) as (engine, batcher):
+        for seeds, answers in load_concurrently(batcher, 9, 3, seed=1).values():
             assert [row for answer in answers for row in found(answer)] == expect(seeds)
             assert [one["sample"] for answer in answers for one in answer["answers"]] == list(range(len(seeds)))
-        assert engine._metrics.read("testtime_evictions_total") > 20
-        assert len(engine.residents.slots) == 3
+        assert engine._metrics.read("testtime_evictions_total") > 12
+        assert len(engine.residents.slots) == 2
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_sixty_four_streams_on_eight_slots_with_a_thousand_evictions(tmp_path: P
 
 def test_groups_of_one_size_give_the_same_whoever_shares_them(tmp_path: Path) -> None:
     with open_engine(tmp_path, slots=5, group=4, max_wait_ms=5.0) as (_, batcher):
-        result = load_concurrently(batcher, 9, 3, seed=3)
+        result = load_concurrently(batcher, 8, 2, seed=3)
     for seeds, answers in list(result.values())[:4]:
         alone = Streams(network(), 4, together=4, padded=True, method=METHOD)
         rows = [alone.predict(image(seed)[None], streams=torch.tensor([2])).logits.softmax(-1)[0] for seed in seeds]
@@ -92,7 +92,7 @@ def test_groups_of_one_size_give_the_same_whoever_shares_them(tmp_path: Path) ->
 
 def test_without_groups_answers_agree_up_to_rounding(tmp_path: Path) -> None:
     with open_engine(tmp_path, slots=5, group=None, max_wait_ms=5.0) as (_, batcher):
-        result = load_concurrently(batcher, 9, 3, seed=3)
+        result = load_concurrently(batcher, 8, 2, seed=3)
     for seeds, answers in list(result.values())[:4]:
         rows = torch.tensor([row for answer in answers for row in found(answer)])
         assert torch.allclose(rows, torch.tensor(expect(seeds)), atol=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from email.message import Message
 from email.parser import BytesHeaderParser
 
@@ -12,6 +13,7 @@ from testtime.serve.refusal import Refusal
 
 _SECONDS = 60.0  # for one body
 _PARTS = 256  # of one body
+_DISCARDED = 8 << 20  # bytes beyond the limit that are read before the connection is closed
 _HEADER = 4096  # bytes of the header of a part
 
 
@@ -26,6 +28,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     length = request.headers.get("content-length", "")
     too_large = Refusal(413, f"The body must have at most {limit:,} bytes.")
     if length.isdecimal() and int(length[:18]) > limit:
+        await _discard(request)
         raise too_large
     parts: list[bytes] = []
 
@@ -39,6 +42,9 @@ async def read_body(request: Request, limit: int) -> bytes:
 
     try:
         await asyncio.wait_for(read(), _SECONDS)
+    except Refusal:
+        await _discard(request)
+        raise
     except asyncio.TimeoutError:
         raise Refusal(408, f"The body took longer than {_SECONDS:.0f} seconds.") from None
     except ClientDisconnect:
@@ -47,6 +53,19 @@ async def read_body(request: Request, limit: int) -> bytes:
     if not content:
         raise Refusal(400, "The body is empty; it must be an image.")
     return content
+
+
+async def _discard(request: Request) -> None:
+    """Read a little more of a body that is too large: a client that is still sending would not read the answer."""
+
+    async def read() -> None:
+        total = 0
+        # Not `request.stream()`, which cannot be continued.
+        while total < _DISCARDED and (message := await request.receive()).get("more_body"):
+            total += len(message.get("body", b""))
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(read(), 1.0)
 
 
 def split_body(content_type: str, content: bytes) -> list[tuple[str, bytes]]:

@@ -17,6 +17,8 @@ from testtime.serve.settings import is_loopback
 
 _OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz")  # no token needed: nothing in them is of a stream
 
+_UNREAD = (401, 403, 408, 413, 415)  # the body may not have been read, and be endless
+
 
 class Guard:
     """Middleware that refuses requests which may not be answered, and counts all.
@@ -89,6 +91,8 @@ def format_refusal(refusal: Refusal) -> Response:
     headers = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if refusal.status in _UNREAD:
+        headers["Connection"] = "close"
     return format_json({"error": refusal.message} | refusal.details, headers, refusal.status)
 
 
