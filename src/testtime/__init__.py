@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from testtime.networks.wrap import split, wrap
     from testtime.networks.ynet import YNet
     from testtime.randomness import Draws
+    from testtime.serve.client import Client, ServiceError
     from testtime.storage import FileError
     from testtime.tasks import Jigsaw, Masked, Rotation, Task
     from testtime.training.branch import fit_branch
@@ -71,6 +72,7 @@ _NAMES = {
     "networks.wrap": ("split", "wrap"),
     "networks.ynet": ("YNet",),
     "randomness": ("Draws",),
+    "serve.client": ("Client", "ServiceError"),
     "storage": ("FileError",),
     "tasks": ("Jigsaw", "Masked", "Rotation", "Task"),
     "training.branch": ("fit_branch",),
@@ -89,6 +91,7 @@ __all__ = [
     "Calibration",
     "Card",
     "CheckpointError",
+    "Client",
     "Correlation",
     "CropFlip",
     "Diagnosis",
@@ -107,6 +110,7 @@ __all__ = [
     "Record",
     "ResizedCropFlip",
     "Rotation",
+    "ServiceError",
     "Settings",
     "Streams",
     "Task",

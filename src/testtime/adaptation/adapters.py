@@ -146,7 +146,7 @@ class Adapter(Stateful):
             named["collected"] = statistics.about.get("hash")  # of the images
         return named | self.settings.describe()
 
-    def _identify(self) -> dict[str, str]:
+    def identify(self) -> dict[str, str]:
         settings = json.dumps(self.describe(), sort_keys=True)
         return {"adapter": type(self).__name__, "settings": settings, "network": self._networks[0].fingerprint()}
 
@@ -323,7 +323,7 @@ class Episodic(Adapter):
             run(learner, *arguments).logits.cpu()
             return time.perf_counter() - begin
 
-        return choose_fastest((*self._identify().values(), shape, images.device), counts, trial)
+        return choose_fastest((*self.identify().values(), shape, images.device), counts, trial)
 
 
 @document_settings(steps=1)

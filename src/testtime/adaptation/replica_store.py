@@ -33,17 +33,26 @@ class ReplicaStore:
         method: The method.
         settings: The settings; the optimizer must treat rows independently.
         shape: (C, H, W) of the images.
+        padded: Compute every group in a learner of size `together`.
     """
 
     def __init__(
-        self, net: YNet, count: int, together: int, method: Method, settings: Settings, shape: tuple[int, ...]
+        self,
+        net: YNet,
+        count: int,
+        together: int,
+        method: Method,
+        settings: Settings,
+        shape: tuple[int, ...],
+        padded: bool = False,
     ) -> None:
-        self.count, self.together, self.shape = count, together, shape
+        self.count, self.together, self.shape, self._padded = count, together, shape, padded
         self._net, self._method, self._settings = net, method, settings
         self._learners: dict[int, Learner] = {}
         self._resident = False  # whether all replicas are in the learner of size S
         self._pieces: list[Tensor] = []  # S rows each, made on demand
         self._memory: dict[Any, Tensor] = {}  # the optimizer's state
+        self._staging: Learner | None = None  # one row on its way in; loading would discard a learner's recordings
 
     def predict(self, images: Tensor, samples: Tensor, streams: Tensor | None) -> Prediction:
         """Adapt each of the given streams to an image and predict it.
@@ -65,6 +74,17 @@ class ReplicaStore:
             learned.append((rows[:number], *learner.snapshot()))
         for rows, pieces, memory in learned:
             self._store_rows(rows, pieces, memory)
+        return Prediction.join(predictions)
+
+    def observe(self, images: Tensor, streams: Tensor) -> Prediction:
+        """Predict images `(M, C, H, W)` with the replicas of their streams, `(M,)`, as they are."""
+        self._unload()
+        predictions = []
+        for chosen, number in self._groups(len(images), images.device):
+            learner = self._learner(len(chosen))
+            self._load_rows(learner, streams[chosen])
+            observed = learner.objective.observe(images[chosen, None])
+            predictions.append(Prediction.unadapted(*observed)[:number, 0])
         return Prediction.join(predictions)
 
     def make_undo(self, streams: Tensor | None = None) -> Callable[[], None]:
@@ -110,15 +130,15 @@ class ReplicaStore:
         for tensor in self._memory.values():
             tensor[rows] = 0
 
-    def state(self) -> dict[str, Tensor]:
-        """Return a copy of everything that learning changes, by name, S rows each."""
-        if self._resident:
+    def state(self, rows: Tensor | None = None) -> dict[str, Tensor]:
+        """Return a copy of everything that learning changes, by name: S rows each, or the given rows, int `(M,)`."""
+        if self._resident and rows is None:
             return self._resident_learner().state()
         self._unload()
         parts: list[dict[str, Tensor]] = []
-        for rows, number in self._groups(self.count, self._pieces[0].device):
-            learner = self._learner(len(rows))
-            self._load_rows(learner, rows)
+        for group, number in self._groups(self.count if rows is None else len(rows), self._pieces[0].device):
+            learner = self._learner(len(group))
+            self._load_rows(learner, group if rows is None else rows[group])
             parts.append({name: tensor[:number] for name, tensor in learner.state().items()})
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -139,13 +159,26 @@ class ReplicaStore:
             learner.load({name: tensor.cpu()[here] for name, tensor in state.items()})
             self._store_rows(rows[:number], *learner.snapshot())
 
+    def load_rows(self, rows: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Continue the given replicas, int `(M,)`, from a state of as many; raises like `load`."""
+        self._unload()
+        learner = self._staging = self._staging or self._make_learner(1)
+        ready: list[tuple[Tensor, Snapshot]] = []
+        for index in range(len(rows)):
+            learner.load({name: tensor[index : index + 1] for name, tensor in state.items()})
+            ready.append((rows[index : index + 1], learner.snapshot()))
+        for row, snapshot in ready:  # only now, so that a state that does not fit changes nothing
+            for tensor in self._memory.values():
+                tensor[row] = 0
+            self._store_rows(row, *snapshot)
+
     def _groups(self, count: int, device: torch.device) -> Iterator[tuple[Tensor, int]]:
         """Yield groups of the indices below `count`, padded, each with its number of indices before padding.
 
         A group is padded with its first index to the size of a learner: 1, 4, 16, … or `together`.
         """
         for first in range(0, count, self.together):
-            number, size = min(self.together, count - first), 1
+            number, size = min(self.together, count - first), self.together if self._padded else 1
             while size < number:
                 size *= 4
             offsets = torch.arange(min(size, self.together), device=device)
@@ -153,8 +186,11 @@ class ReplicaStore:
 
     def _learner(self, size: int) -> Learner:
         if size not in self._learners:
-            self._learners[size] = Learner(self._net, size, self._method, self._settings, self.shape)
+            self._learners[size] = self._make_learner(size)
         return self._learners[size]
+
+    def _make_learner(self, size: int) -> Learner:
+        return Learner(self._net, size, self._method, self._settings, self.shape)
 
     def _resident_learner(self) -> Learner:
         """Move all replicas to the learner of size S, and return it."""

@@ -78,7 +78,7 @@ class Stateful(nn.Module):
         """Return everything the adapter has learned and counted, as tensors by name."""
         with self._lock:
             counts = [self.seen, self.adapted, self.rolled_back]
-            state = {key: pack_text(text) for key, text in self._identify().items()}
+            state = {key: pack_text(text) for key, text in self.identify().items()}
             state["counts"] = torch.tensor(counts, dtype=torch.int64, device="cpu")
             if self._learned is not None:
                 shape = torch.tensor(self._learned.shape, dtype=torch.int64, device="cpu")
@@ -92,7 +92,7 @@ class Stateful(nn.Module):
         Raises:
             ValueError: The state is of another network, adapter or settings; nothing was changed.
         """
-        counts = check_state(state_dict, self._identify(), self._networks[0])
+        counts = check_state(state_dict, self.identify(), self._networks[0])
         with self._lock, torch.inference_mode(False), self._all_or_nothing():
             self._learned = _load_learner(state_dict, self._networks[0], self._make_learner)
             self.seen = counts[0]
@@ -116,7 +116,7 @@ class Stateful(nn.Module):
         except ValueError as error:
             raise FileError(path, str(error).rstrip(".")) from None
 
-    def _identify(self) -> dict[str, str]:
+    def identify(self) -> dict[str, str]:
         """Return what a state and the adapter that loads it must have in common."""
         raise NotImplementedError
 
@@ -156,15 +156,24 @@ def _load_learner(
     if not learned:
         return None
     shape = learned.pop("shape", None)
+    learner = make(read_shape(shape, net))
+    learner.load(learned)
+    return learner
+
+
+def read_shape(shape: Tensor | None, net: YNet) -> tuple[int, int, int]:
+    """Return the shape (C, H, W) of images from a saved state.
+
+    Raises:
+        ValueError: It is missing or malformed, or the network takes no such images.
+    """
     if shape is None or shape.dtype != torch.int64 or shape.shape != (3,):
         raise ValueError("The state does not fit: the shape of its images is missing.")
     channels, height, width = shape.tolist()
     sound = min(channels, height, width) >= 1 and channels * height * width <= _LARGEST
     if not sound or channels != (net.channels or channels):
         raise ValueError(f"The state does not fit: it is for images {(channels, height, width)}.")
-    learner = make((channels, height, width))
-    learner.load(learned)
-    return learner
+    return channels, height, width
 
 
 def read_counts(state: Mapping[str, Tensor], name: str, number: int) -> list[int]:

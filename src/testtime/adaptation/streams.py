@@ -10,14 +10,15 @@ from torch import Tensor
 
 from testtime.adaptation.adapters import Adapter, copy_network
 from testtime.adaptation.batching import find_most, run_fitting
-from testtime.adaptation.inputs import check_streams
+from testtime.adaptation.inputs import check_images, check_streams
 from testtime.adaptation.methods import Method
 from testtime.adaptation.optimizers import has_rows, is_rowwise
 from testtime.adaptation.prediction import Prediction
 from testtime.adaptation.replica_store import ReplicaStore
 from testtime.adaptation.settings import document_settings
-from testtime.adaptation.state import check_state, read_counts
+from testtime.adaptation.state import check_state, read_counts, read_shape
 from testtime.networks.ynet import YNet
+from testtime.precision import arithmetic
 
 
 @document_settings(steps=1)
@@ -32,17 +33,28 @@ class Streams(Adapter):
         net: The network all streams start from; it is copied.
         count: Number of streams, S.
         together: Maximum number of streams computed at once; by default as many as are efficient and fit in memory.
+        padded: Compute any number of streams as if they were `together`: slower, but the rounding of a stream's results
+            does not depend on how many others share its calls. With 1, they are those of `Online`.
         method: A name from `METHODS`, or a custom `Method`.
         **settings: See below; they override the method's. `share` does not apply.
     """
 
     def __init__(
-        self, net: YNet, count: int, *, together: int | None = None, method: str | Method = "ttt", **settings: Any
+        self,
+        net: YNet,
+        count: int,
+        *,
+        together: int | None = None,
+        padded: bool = False,
+        method: str | Method = "ttt",
+        **settings: Any,
     ) -> None:
         for name, value in (("count", count), ("together", together)):
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        self.count, self._limit = count, together
+        if padded and together is None:
+            raise ValueError("`padded` needs `together`, the number to pad to.")
+        self.count, self._limit, self._padded = count, together, padded
         self._streams: Tensor | None = None  # of the current call; None for all
         if settings.setdefault("share", "image") != "image":
             raise ValueError("Streams take one image each, so there is no batch to `share`.")
@@ -90,6 +102,72 @@ class Streams(Adapter):
             self._streams = None if streams is None else streams.to(self.device, copy=True)
             return super().predict(images, samples)
 
+    def observe(self, images: Tensor, streams: Tensor) -> Prediction:
+        """Predict images with their streams as they are: nothing is learned or counted.
+
+        Args:
+            images: `(M, C, H, W)`, uint8 or floats in [0, 1].
+            streams: The stream of each image, int `(M,)`, without duplicates.
+
+        Raises:
+            ValueError: Images or streams are invalid.
+        """
+        check_images(self._networks[0], images)
+        check_streams(streams, len(images), self.count)
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            given = images.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
+            with arithmetic(self.settings.precision or "fp32", self.device):
+                store = self._learned
+                if not isinstance(store, ReplicaStore) or len(images) == 0:
+                    return self._unadapted(given, alone=True)
+                return store.observe(given, streams.to(self.device))
+
+    def export_streams(self, streams: Tensor) -> dict[str, Tensor]:
+        """Return the state of some streams: tensors by name on the CPU, a row for each, e.g. to make room for others.
+
+        Args:
+            streams: Int `(M,)`, without duplicates.
+
+        Raises:
+            ValueError: There are no such streams.
+        """
+        check_streams(streams, len(streams), self.count)
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            chosen = streams.to(self.device)
+            state = {"numbers": self._numbers[chosen].cpu()}
+            if isinstance(self._learned, ReplicaStore) and len(streams):
+                learned = self._learned.state(chosen)
+                shape = torch.tensor(self._learned.shape, dtype=torch.int64, device="cpu")
+                state["learner/shape"] = shape.expand(len(streams), 3).clone()
+                state |= {f"learner/{name}": tensor.cpu() for name, tensor in learned.items()}
+            return state
+
+    def import_streams(self, streams: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Continue some streams, bit for bit, from a state of `export_streams`, also of streams with other numbers.
+
+        Args:
+            streams: Int `(M,)`, without duplicates; the other streams stay as they are.
+            state: A state of M streams with the same network and settings.
+
+        Raises:
+            ValueError: The state does not fit; nothing was changed.
+        """
+        check_streams(streams, len(streams), self.count)
+        numbers = torch.tensor(read_counts(state, "numbers", len(streams)), dtype=torch.int64, device=self.device)
+        learned = {name.removeprefix("learner/"): one for name, one in state.items() if name.startswith("learner/")}
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            chosen = streams.to(self.device)
+            if learned:
+                shape = read_shape(learned.pop("shape", torch.zeros(0))[:1].flatten(), self._networks[0])
+                store = self._learned if self._learned is not None else self._make_learner(shape)
+                if not isinstance(store, ReplicaStore) or store.shape != shape:
+                    raise ValueError(f"The state does not fit: it is for images {shape}.")
+                store.load_rows(chosen, learned)
+                self._learned = store
+            elif self._learned is not None:
+                self.reset(streams)
+            self._numbers = self._numbers.index_copy(0, chosen, numbers)
+
     def network(self, stream: int) -> YNet:
         """Return a copy of the adapted network of a stream, independent of the stream.
 
@@ -109,7 +187,7 @@ class Streams(Adapter):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Continue from a state returned by `state_dict`, bit for bit; raises like `Adapter.load_state_dict`."""
-        check_state(state_dict, self._identify(), self._networks[0])
+        check_state(state_dict, self.identify(), self._networks[0])
         numbers = read_counts(state_dict, "numbers", self.count)
         with self._lock, torch.inference_mode(False):
             super().load_state_dict(state_dict)
@@ -162,4 +240,4 @@ class Streams(Adapter):
 
     def _make_learner(self, shape: tuple[int, ...], together: int | None = None) -> ReplicaStore:
         most = together or self._most(shape)
-        return ReplicaStore(self._networks[0], self.count, most, self.method, self.settings, shape)
+        return ReplicaStore(self._networks[0], self.count, most, self.method, self.settings, shape, self._padded)

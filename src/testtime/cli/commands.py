@@ -20,6 +20,7 @@ from testtime.cli import (
     pack,
     predict,
     report,
+    serve,
     train,
     tune,
 )
@@ -39,8 +40,8 @@ app.command()(tune.tune)
 app.command("fit-branch")(fit_branch.fit_branch)
 for command in (report.report, diagnose.diagnose, gradients.gradients, correlate.correlate, corrupt.corrupt, demo.demo):
     app.command()(command)
-app.command()(pack.pack)
-app.command()(pack.unpack)
+for command in (serve.serve, serve.send, pack.pack, pack.unpack):
+    app.command()(command)
 app.add_typer(data.app, name="data")
 
 

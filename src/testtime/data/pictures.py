@@ -37,6 +37,7 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", 
 # Only formats that Pillow decodes itself: others (EPS) start external programs.
 _FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 _ORIENTATION, _BITS = 0x0112, 0x0102
+_LUMA = (0.299, 0.587, 0.114)
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -105,6 +106,12 @@ def fit_picture(source: PictureFile, size: int, resize: Resize | None = None, li
         DataError: As in `read_picture`, or the picture is too elongated to be resized within the limit.
     """
     return torch.from_numpy(_fit(source, size, checked_resize(size, resize), limit).transpose(2, 0, 1).copy())
+
+
+def to_gray(image: Tensor) -> Tensor:
+    """Return an RGB picture, uint8 `(3, H, W)`, in gray, uint8 `(1, H, W)`."""
+    luma = (image * torch.tensor(_LUMA, dtype=torch.float32, device="cpu").view(3, 1, 1)).sum(0, keepdim=True)
+    return luma.round().clamp(0, 255).to(torch.uint8)
 
 
 def fit_pictures(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from testtime.adaptation.adapters import Adapter, Episodic, Online
 from testtime.checks import is_number
-from testtime.data.pictures import SUFFIXES, fit_picture
+from testtime.data.pictures import SUFFIXES, fit_picture, to_gray
 from testtime.data.sets import DataError
 from testtime.networks import checkpoint
 from testtime.networks.card import Card, CheckpointError
@@ -20,7 +20,6 @@ from testtime.networks.ynet import YNet
 from testtime.storage import error_text, printable
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_LUMA = (0.299, 0.587, 0.114)
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,7 @@ def load_image(card: Card, picture: str | Path, channels: int | None = None) -> 
         raise ValueError("The network's image size is unknown; set it with net.describe(size=…) or wrap(…, size=…).")
     image = fit_picture(picture, card.size, resize=card.size)
     if (channels or card.architecture.get("channels", 3)) == 1:
-        luma = (image * torch.tensor(_LUMA, dtype=torch.float32, device="cpu").view(3, 1, 1)).sum(0, keepdim=True)
-        image = luma.round().clamp(0, 255).to(torch.uint8)
+        image = to_gray(image)
     return image
 
 

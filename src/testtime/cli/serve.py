@@ -1,0 +1,184 @@
+"""`testtime serve` and `testtime send`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer import Argument, Option
+
+from testtime.cli.console import as_bad_arguments, echo, pick_device, progress
+from testtime.cli.options import MACHINE, METHOD, Checkpoint, Classes, Device, Weights, open_network
+
+STREAMS, LIMITS, NETWORKING = "Streams", "Limits", "Network access"  # panels of the help
+
+State = Annotated[Path, Option(help="State folder; created, or continued from.", rich_help_panel=STREAMS)]
+MethodName = Annotated[
+    str, Option("--method", help="Adaptation method: ttt, best, tent, …", rich_help_panel=METHOD, show_default=True)
+]
+Precision = Annotated[
+    Literal["fp32", "tf32", "bf16"] | None,
+    Option(help="Precision of layers.", show_default="tf32 on CUDA, else fp32", rich_help_panel=MACHINE),
+]
+Slots = Annotated[int, Option(min=1, help="Resident streams; others are in the folder.", rich_help_panel=STREAMS)]
+Group = Annotated[
+    int | None,
+    Option(
+        min=1,
+        help="Compute any number of streams as if there were so many: slower, but rounding does not depend on others.",
+        show_default="as few as there are",
+        rich_help_panel=STREAMS,
+    ),
+]
+CheckpointEvery = Annotated[
+    int, Option(min=0, help="Images that a crash may lose per stream; 0 writes first.", rich_help_panel=STREAMS)
+]
+Ttl = Annotated[
+    float | None,
+    Option(help="Delete streams that are not used for so many seconds.", show_default="never", rich_help_panel=STREAMS),
+]
+Shadow = Annotated[
+    bool,
+    Option("--shadow", help="Answer with the original network; adapted ones run along.", rich_help_panel=STREAMS),
+]
+OnCollapse = Annotated[
+    Literal["report", "reset", "rollback", "freeze"],
+    Option(help="What to do when a stream has collapsed.", rich_help_panel=STREAMS),
+]
+NoImageMemory = Annotated[
+    bool, Option("--no-image-memory", help="Refuse methods that store images.", rich_help_panel=STREAMS)
+]
+MaxStreams = Annotated[int, Option(min=1, help="Streams at most, resident or stored.", rich_help_panel=LIMITS)]
+MaxUpload = Annotated[int, Option(min=1, help="Bytes of a request at most.", rich_help_panel=LIMITS)]
+MaxWait = Annotated[
+    float, Option("--max-wait-ms", min=0, help="How long a request waits to share a step.", rich_help_panel=LIMITS)
+]
+Rate = Annotated[
+    float | None, Option(help="Requests per second of a client at most.", show_default="any", rich_help_panel=LIMITS)
+]
+ClientStreams = Annotated[
+    int | None, Option(min=1, help="Streams that a client may create.", show_default="any", rich_help_panel=LIMITS)
+]
+Host = Annotated[
+    str, Option(help="Address; one that other machines can reach needs a token.", rich_help_panel=NETWORKING)
+]
+Port = Annotated[int, Option(min=0, max=65535, help="Port; 0 lets the system choose.", rich_help_panel=NETWORKING)]
+TokenFile = Annotated[
+    Path | None,
+    Option(help="File with the token of the service.", show_default=False, rich_help_panel=NETWORKING),
+]
+
+
+def serve(
+    checkpoint: Checkpoint = None,
+    weights: Weights = None,
+    classes: Classes = None,
+    method: MethodName = "ttt",
+    state: State = Path("streams"),
+    slots: Slots = 64,
+    group: Group = None,
+    checkpoint_every: CheckpointEvery = 16,
+    ttl: Ttl = None,
+    shadow: Shadow = False,
+    on_collapse: OnCollapse = "report",
+    no_image_memory: NoImageMemory = False,
+    max_streams: MaxStreams = 10_000,
+    max_upload: MaxUpload = 16 << 20,
+    max_wait_ms: MaxWait = 2.0,
+    rate: Rate = None,
+    client_streams: ClientStreams = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    token_file: TokenFile = None,
+    device: Device = "auto",
+    precision: Precision = None,
+) -> None:
+    """Serve a network over HTTP that adapts to many streams of images, each separately.
+
+    Every stream has its own adapted network. Stop the service with Ctrl-C or
+    SIGTERM: it finishes its requests and saves all streams.
+
+    Examples:
+      testtime serve -c cifar10-resnet26-gn-joint --method best --state streams
+      testtime serve --shadow --on-collapse reset
+      testtime serve --host 0.0.0.0 --token-file token.txt --checkpoint-every 0
+    """
+    try:
+        from testtime.serve import server
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("fastapi", "uvicorn", "starlette", "pydantic"):
+            raise
+        message = f"the service needs {missing.name}: pip install 'testtime[serve]'"
+        raise ModuleNotFoundError(message, name=missing.name) from None
+    from testtime.adaptation.methods import find_method
+    from testtime.serve.service import Service
+    from testtime.serve.settings import ServeSettings
+    from testtime.storage import FileError
+
+    given: dict[str, Any] = {"slots": slots, "group": group, "checkpoint_every": checkpoint_every, "ttl": ttl}
+    given |= {"shadow": shadow, "on_collapse": on_collapse, "image_memory": not no_image_memory}
+    given |= {"max_streams": max_streams, "max_upload": max_upload, "max_wait_ms": max_wait_ms, "rate": rate}
+    given |= {"client_streams": client_streams, "host": host, "port": port}
+    with as_bad_arguments(FileError):
+        settings = ServeSettings(state, token=_read_token(token_file), **given)
+        chosen = find_method(method)
+    picked = pick_device(device)
+    name, net = open_network(checkpoint, weights, classes, chosen.needs_branch, picked)
+    with server.listen(host, port) as listening, as_bad_arguments(FileError):
+        service = Service(net, chosen, settings, name, precision)
+        restored = len(service.engine.residents.records)
+        bound = listening.getsockname()[1]
+        echo(f"restored {restored} streams from {state}" if restored else f"state folder: {state}", err=True)
+        echo(f"serving {name}, {method}, on http://{host}:{bound}", err=True)
+        if not server.run(service, listening):
+            echo("error: some streams could not be saved", err=True)
+            raise typer.Exit(1)
+
+
+def _read_token(path: Path | None) -> str | None:
+    from testtime.storage import FileError, check_file, error_text
+
+    if path is None:
+        return None
+    check_file(path)
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise FileError(path, f"not a token ({error_text(error)})") from None
+
+
+Url = Annotated[str, Argument(help="Address of the service, e.g. http://127.0.0.1:8000.", show_default=False)]
+Images = Annotated[list[Path], Argument(help="Image files, or folders of them.", show_default=False)]
+StreamName = Annotated[str, Option("--stream", help="Name of the stream.", show_default=False)]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON document a line, as it is answered.")]
+
+
+def send(url: Url, images: Images, stream: StreamName, token_file: TokenFile = None, as_json: AsJson = False) -> None:
+    """Send images to a service as one stream, in order, and print its answers.
+
+    A request that fails is repeated; the service learns from every image once.
+
+    Examples:
+      testtime send http://127.0.0.1:8000 holiday/ --stream camera-7
+      testtime send http://127.0.0.1:8000 *.png --stream camera-7 --json
+    """
+    import json
+
+    from testtime.serve.client import Client, find_files
+
+    token = _read_token(token_file)
+    with as_bad_arguments():
+        target = Client(url, token).stream(stream)
+    files = find_files(images)
+    with progress("images") as report:
+        for done, file in enumerate(files):
+            answer = target.predict(file)
+            first = answer.answers[0]
+            if as_json:
+                typer.echo(json.dumps({"image": str(file), **answer.raw}))
+            else:
+                notes = "" if first.adapted else "  (rolled back)" if first.rolled_back else "  (not adapted)"
+                before = f"{first.before.name} {first.before.probability:.1%}"
+                echo(f"{file}  {before} → {first.name} {first.probability:.1%}{notes}")
+            report(done + 1, len(files), "")

@@ -1,0 +1,236 @@
+"""What the service does with its streams. All methods are called by one thread, the batcher's."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from testtime.adaptation.adapters import Episodic, Fixed
+from testtime.adaptation.methods import Method
+from testtime.adaptation.prediction import Prediction
+from testtime.adaptation.streams import Streams
+from testtime.networks.ynet import YNet
+from testtime.precision import Precision
+from testtime.serve.answers import make_answers, replace_answer
+from testtime.serve.collapse import find_collapse
+from testtime.serve.events import Events
+from testtime.serve.metrics import Metrics
+from testtime.serve.record import StreamRecord
+from testtime.serve.refusal import Refusal
+from testtime.serve.residents import Residents
+from testtime.serve.settings import ServeSettings
+
+log = logging.getLogger(__name__)
+
+Answer = dict[str, Any]
+
+
+class Engine:
+    """Answers images of streams, and changes streams.
+
+    Args:
+        net: The network.
+        method: The method of all streams.
+        settings: The settings of the service.
+        precision: See `testtime.Settings`.
+        metrics: Where everything is counted.
+        events: Where everything is reported.
+
+    Raises:
+        FileError: The state folder cannot be used.
+        ValueError: Network, method and settings do not go together.
+    """
+
+    def __init__(
+        self,
+        net: YNet,
+        method: Method,
+        settings: ServeSettings,
+        precision: Precision | None,
+        metrics: Metrics,
+        events: Events,
+    ) -> None:
+        if method.holds_images and not settings.image_memory:
+            raise ValueError(f"The method {method.name!r} stores recent images, which --no-image-memory forbids.")
+        self._settings, self._metrics, self._events, self._names = settings, metrics, events, net.card.classes
+        group = None if settings.group is None else min(settings.group, settings.slots)
+        padding: dict[str, Any] = {} if group is None else {"together": group, "padded": True}
+        self._streams = Streams(net, settings.slots, method=method, precision=precision, **padding)
+        self._episodic = Episodic(net, method=method, parallel=group or "auto", precision=precision)
+        mirrored = self._streams.settings.mirrored
+        self._fixed = Fixed(net, precision=precision, mirrored=mirrored) if settings.shadow else None
+        self.residents = Residents(self._streams, settings, metrics, events)
+
+    def warm_up(self, shape: tuple[int, ...]) -> None:
+        """Take a step and undo it, so that the first request does not wait for what is made once."""
+        first = torch.tensor([0], device="cpu")
+        self._streams.predict(torch.zeros(1, *shape, dtype=torch.float32, device="cpu"), streams=first)
+        self._streams.reset(first)
+
+    def find_answer(self, stream: str, sequence: int | None) -> Answer | None:
+        """Return the stored answer of a request that is repeated; None for the next one.
+
+        Raises:
+            Refusal: It is neither.
+        """
+        record = self.residents.records[stream]
+        expected = record.sequence + 1
+        if sequence is None or sequence == expected:
+            return None
+        if str(sequence) in record.answers:
+            return record.answers[str(sequence)] | {"repeated": True}
+        fault = "was answered before, and its answer is no longer stored" if sequence < expected else "is out of order"
+        raise Refusal(409, f"Request {sequence} {fault}: the next one is {expected}.", expected=expected)
+
+    def step(self, streams: Sequence[str], images: Sequence[Tensor]) -> list[Answer]:
+        """Answer one image each for resident streams, and learn from it unless the stream is frozen.
+
+        Args:
+            streams: Different streams.
+            images: Float in [0, 1], `(C, H, W)` each.
+        """
+        begin, batch = time.perf_counter(), torch.stack(list(images))
+        slots = torch.cat([self.residents.find_slot(stream) for stream in streams])
+        learns = torch.tensor([not self.residents.records[stream].frozen for stream in streams], device="cpu")
+        parts: list[tuple[Tensor, Prediction]] = []
+        if learns.any():
+            parts.append((learns.nonzero(), self._streams.predict(batch[learns], streams=slots[learns])))
+        if not learns.all():
+            parts.append(((~learns).nonzero(), self._streams.observe(batch[~learns], slots[~learns])))
+        answers: dict[int, Answer] = {}
+        for rows, prediction in parts:
+            answers |= dict(zip(rows.flatten().tolist(), make_answers(prediction, self._names), strict=True))
+        fixed = None if self._fixed is None else make_answers(self._fixed.predict(batch), self._names)
+        self._metrics.observe("testtime_stage_seconds", time.perf_counter() - begin, stage="step")
+        self._metrics.observe("testtime_batch_images", len(streams))
+        return [
+            self._count(stream, answers[row], None if fixed is None else fixed[row])
+            for row, stream in enumerate(streams)
+        ]
+
+    def predict_episodes(self, images: Sequence[Tensor]) -> list[Answer]:
+        """Answer images, each adapted to by itself from the original network."""
+        zeros = torch.zeros(len(images), dtype=torch.int64, device="cpu")
+        self._metrics.count("testtime_images_total", len(images), mode="episodic")
+        return make_answers(self._episodic.predict(torch.stack(list(images)), zeros), self._names)
+
+    def finish(self, stream: str, sequence: int | None, answers: list[Answer]) -> tuple[Answer, bool]:
+        """Return the answer of a request whose images are answered, and whether the state has to be written first."""
+        record, settings = self.residents.records[stream], self._settings
+        payload: Answer = {"stream": stream, "sequence": sequence, "shadow": settings.shadow, "answers": answers}
+        payload |= {"version": record.version, "sample": answers[-1]["sample"], "seen": record.seen}
+        if sequence is not None:
+            record.remember(sequence, payload)
+        self._check_collapse(record)
+        due = record.version - record.stored_version >= settings.version_every
+        return payload, due or record.unsaved > settings.checkpoint_every
+
+    def reset(self, stream: str) -> Future[bool]:
+        """Return a resident stream to the original network; its state remains as a version."""
+        self.residents.save([stream], store=True)
+        self._streams.reset(self.residents.find_slot(stream))
+        return self._change(stream, "reset", sample=0)
+
+    def roll_back(self, stream: str, version: int | None = None) -> tuple[int, Future[bool]]:
+        """Return a resident stream to a former version, by default the newest that is stored.
+
+        Returns:
+            The version, and the write.
+
+        Raises:
+            Refusal: It is not stored.
+        """
+        record, writer = self.residents.records[stream], self.residents.writer
+        waiting = writer.find(stream)
+        if waiting is not None and not waiting.done.done():
+            waiting.done.result(timeout=60)
+        versions = [number for number in writer.folder.list_versions(stream) if number < record.version]
+        target = (versions or [-1])[-1] if version is None else version
+        if target not in versions:
+            listed = f"these are stored: {', '.join(map(str, versions))}" if versions else "none is stored"
+            raise Refusal(404, f"There is no such former version of this stream; {listed}.")
+        try:
+            former, state = writer.folder.read(stream, target)
+            self._streams.import_streams(self.residents.find_slot(stream), state)
+        except ValueError as error:
+            log.warning("%s", error)
+            raise Refusal(409, f"Version {target} of this stream is damaged.") from None
+        return target, self._change(stream, "rollback", sample=former.sample, to=target)
+
+    def freeze(self, stream: str, frozen: bool) -> Future[bool]:
+        """Let a resident stream answer without learning, or learn again."""
+        self.residents.records[stream].frozen = frozen
+        return self._change(stream, "freeze" if frozen else "unfreeze")
+
+    def pin(self, stream: str, pinned: bool) -> Future[bool]:
+        """Pin a resident stream, so that it stays resident, or release it.
+
+        Raises:
+            Refusal: Only one slot is left for all others.
+        """
+        slots = self.residents.slots
+        if pinned and stream not in slots.pinned and len(slots.pinned) >= slots.count - 1:
+            raise Refusal(409, f"Of {slots.count} slots, one must not be pinned.")
+        self.residents.records[stream].pinned = pinned
+        (slots.pinned.add if pinned else slots.pinned.discard)(stream)
+        return self._change(stream, "pin" if pinned else "unpin")
+
+    def export(self, stream: str) -> bytes:
+        """Return the adapted network of a resident stream as the content of a file."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "network.safetensors")
+            self._streams.network(self.residents.slots[stream]).save(path)
+            return path.read_bytes()
+
+    def _change(self, stream: str, event: str, sample: int | None = None, **about: Any) -> Future[bool]:
+        """Note a change of a resident stream, and of its network if a sample number is given; write it."""
+        record = self.residents.records[stream]
+        record.revision += 1
+        record.last_seen = time.time()
+        if sample is not None:
+            record.version, record.sample, record.rolled_back_in_row = record.version + 1, sample, 0
+        self._events.publish(event, stream=stream, version=record.version, **about)
+        return self.residents.save([stream])[0]
+
+    def _count(self, stream: str, answer: Answer, fixed: Answer | None) -> Answer:
+        record = self.residents.records[stream]
+        about = {"sample": record.sample}
+        disagrees = None if fixed is None else fixed["class"] != answer["class"]
+        record.count(answer, not record.frozen, disagrees)
+        about["version"] = record.version
+        self._metrics.count("testtime_images_total", mode="online")
+        counted = {"adapted": answer["adapted"], "rolled_back": answer["rolled_back"], "disagreements": disagrees}
+        for name in (name for name, true in counted.items() if true):
+            self._metrics.count(f"testtime_{name}_total")
+        seen = {name: value for name, value in answer.items() if name not in ("probabilities", "before")}
+        seen["before"] = {name: value for name, value in answer["before"].items() if name != "probabilities"}
+        shadow = {} if fixed is None else {"fixed": fixed["class"]}
+        self._events.publish("answer", stream=stream, seen=record.seen, **about, **seen, **shadow)
+        return (answer if fixed is None else replace_answer(answer, fixed)) | about
+
+    def _check_collapse(self, record: StreamRecord) -> None:
+        reason, action = find_collapse(record), self._settings.on_collapse
+        if reason is None:
+            return
+        record.collapses, record.rolled_back_in_row = record.collapses + 1, 0
+        self._metrics.count("testtime_collapses_total", action=action)
+        self._events.publish("collapse", stream=record.id, reason=reason, action=action)
+        log.warning("stream %s has collapsed (%s): %s", record.id, reason, action)
+        if action == "freeze":
+            self.freeze(record.id, True)
+        elif action == "reset":
+            self.reset(record.id)
+        elif action == "rollback":
+            try:
+                version, _ = self.roll_back(record.id)
+                self.residents.writer.folder.drop_version(record.id, version)  # the next collapse goes further back
+            except Refusal:  # there is no former version
+                self.reset(record.id)
