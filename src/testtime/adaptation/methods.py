@@ -78,11 +78,6 @@ class Method:
         """Whether it needs a self-supervised branch."""
         return "branch" in self.needs or self.objective is SelfSupervision
 
-    @property
-    def holds_images(self) -> bool:
-        """Whether its state contains images, e.g. of the people before a camera."""
-        return getattr(self.objective, "holds_images", False)
-
     def make_settings(self, mode: Mode, given: Mapping[str, Any]) -> Settings:
         """Return the settings of the method in a mode; `given` overrides the method's."""
         own = {"steps": 1, **self.settings, **(self.episodic if mode == "episodic" else {})}

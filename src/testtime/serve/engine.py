@@ -58,12 +58,12 @@ class Engine:
         metrics: Metrics,
         events: Events,
     ) -> None:
-        if method.holds_images and not settings.image_memory:
-            raise ValueError(f"The method {method.name!r} stores recent images, which --no-image-memory forbids.")
         self._settings, self._metrics, self._events, self._names = settings, metrics, events, net.card.classes
         group = None if settings.group is None else min(settings.group, settings.slots)
         padding: dict[str, Any] = {} if group is None else {"together": group, "padded": True}
         self._streams = Streams(net, settings.slots, method=method, precision=precision, **padding)
+        if self._streams.holds_images and not settings.image_memory:
+            raise ValueError(f"The method {method.name!r} stores recent images, which --no-image-memory forbids.")
         self._episodic = Episodic(net, method=method, parallel=group or "auto", precision=precision)
         mirrored = self._streams.settings.mirrored
         self._fixed = Fixed(net, precision=precision, mirrored=mirrored) if settings.shadow else None

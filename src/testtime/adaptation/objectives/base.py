@@ -32,9 +32,6 @@ class Objective(abc.ABC):
         later: Starts a function concurrently and returns a future with `result()`.
     """
 
-    holds_images = False
-    """Whether the state contains images."""
-
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:
         self.replicas, self.settings, self.later = replicas, settings, later
         self.state: dict[str, Tensor] = {}

@@ -31,7 +31,6 @@ class RobustTeacher(Objective):
     """
 
     capacity, momentum, rate = 64, 0.999, 0.05
-    holds_images = True
 
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:
         super().__init__(replicas, settings, later)
