@@ -176,7 +176,7 @@ class Auto(Online):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Continue from a state returned by `state_dict`, bit for bit; raises like `Adapter.load_state_dict`."""
-        check_state(state_dict, self._identify(), self._networks[0])
+        check_state(state_dict, self.identify(), self._networks[0])
         score = state_dict.get("score")
         if score is None or score.dtype != torch.float64 or score.shape != (3,) or (score < 0).any():
             raise ValueError("not an adapter's state: 'score' are not three numbers >= 0.")
