@@ -85,6 +85,17 @@ def test_the_encoder_sees_only_the_visible_patches() -> None:
     assert not torch.allclose(net.self_supervise(show(images, [0, 9])), net.self_supervise(show(other, [0, 9])))
 
 
+def test_a_task_with_arguments_is_part_of_the_card() -> None:
+    task = {"name": "masked", "ratio": 0.5}
+    net = small().describe(task=task)
+    assert net.card.task == task
+    assert Online(net).settings.task == Masked(0.5)
+    for wrong in ({"ratio": 0.5}, {"name": 3}, {"name": "masked", "ratio": float("nan")}, ["masked"], None):
+        with pytest.raises(ValueError, match="`task`"):
+            net.describe(task=wrong)
+    assert net.card.task == task
+
+
 def test_positions_start_different_and_near_ones_similar() -> None:
     weight = small().encoder.get_parameter("position.weight").detach()
     similar = torch.cosine_similarity(weight[:, :, None], weight[:, None, :], dim=0)  # (T, T)

@@ -250,15 +250,14 @@ def format_summary(summary: dict[str, Any]) -> str:
     architecture = dict(summary["architecture"])
     name = architecture.pop("name", "custom (its builder is not part of testtime)")
     arguments = ", ".join(f"{key} {value}" for key, value in architecture.items())
-    augment = dict(summary["augment"])
     counts = summary["parameters"]
     lines = {
         "file": f"{summary['file']} ({summary['bytes'] / 1e6:.2f} MB)",
         "network": f"{name}: {arguments}" if arguments else name,
         "classes": f"{len(summary['classes'])}: {', '.join(summary['classes'])}" if summary["classes"] else "not named",
         "images": f"{summary['size'] or 'any'} pixels; mean {_list(summary['mean'])}, std {_list(summary['std'])}",
-        "task": summary["task"],
-        "augment": f"{augment.pop('name', '')} " + ", ".join(f"{key} {value}" for key, value in augment.items()),
+        "task": summary["task"] if isinstance(summary["task"], str) else _format_named(summary["task"]),
+        "augment": _format_named(summary["augment"]),
         "parameters": f"{counts['total']:,}: encoder {counts['encoder']:,}, classifier {counts['classifier']:,}, "
         f"ssl {counts['ssl']:,}",
     }
@@ -276,6 +275,12 @@ def format_summary(summary: dict[str, Any]) -> str:
         lines["result"] = f"loss {_number(last, 'loss', '.4f')}, error {_number(last, 'train_error', '.2%')}{test}"
         lines["cost"] = f"{_number(training, 'seconds', '.0f')} s on {training['hardware'].get('device', '?')}"
     return "\n".join(f"{key:<11}{printable(str(value))}" for key, value in lines.items())
+
+
+def _format_named(table: Mapping[str, Any]) -> str:
+    """Format a name and its arguments."""
+    arguments = ", ".join(f"{key} {value}" for key, value in table.items() if key != "name")
+    return f"{table.get('name', '')} {arguments}"
 
 
 def _number(table: Mapping[str, Any], key: str, form: str) -> str:

@@ -157,7 +157,12 @@ class _LayerNorm(nn.Module):
             bias = None if self.bias is None else self.bias[0].to(x.dtype)
             return F.layer_norm(x, x.shape[-1:], self.weight[0].to(x.dtype), bias, self.eps)
         y = F.layer_norm(x, x.shape[-1:], eps=self.eps)
-        return _scale(y, self.weight, self.bias, axis=-1)
+        if self.weight is None:
+            return y
+        shape = len(self.weight), *[1] * (x.dim() - 1), -1
+        y, weight = y.unflatten(0, (len(self.weight), -1)), self.weight.to(x.dtype).view(shape)
+        y = y * weight if self.bias is None else torch.addcmul(self.bias.to(x.dtype).view(shape), y, weight)
+        return y.flatten(0, 1)
 
 
 class Linear(nn.Module):
@@ -280,12 +285,11 @@ def _concatenate(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _scale(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: int = 1) -> Tensor:
-    """Return x `(S·B, ...)` times weight plus bias, `(S, C)` each, along the channel axis."""
+def _scale(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return x `(S·B, C, ...)` times weight plus bias, `(S, C)` each."""
     if weight is None:
         return x
-    shape = [len(weight), 1] + [1] * (x.dim() - 1)
-    shape[axis if axis < 0 else axis + 1] = -1
+    shape = len(weight), 1, -1, *[1] * (x.dim() - 2)
     y = x.unflatten(0, (len(weight), -1)) * weight.to(x.dtype).view(shape)
     y = y if bias is None else y + bias.to(x.dtype).view(shape)
     return y.flatten(0, 1)

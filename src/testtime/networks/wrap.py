@@ -103,7 +103,7 @@ def split(
         model: As for `wrap`.
         at: Name of the last layer of the encoder, as in `model.named_modules()`; None: a block at about two thirds of
             the layers. The attribute `cut` of the network is its name.
-        outputs: Outputs of the self-supervised task (4 for rotation).
+        outputs: Outputs of the self-supervised task: 4 for rotation, 24 for jigsaw.
         branch: "copy": a copy of the classifier with a new last layer; "head": a fresh head on the features; None: a
             copy where that is possible.
         mean: As for `wrap`, like the following.
