@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from serving import METHOD, image, make_service, open_client, open_engine, send
-from test_engine import ask, expect, found
+from test_serve_engine import ask, expect, found
 
+from serving import METHOD, image, make_service, open_client, open_engine, send
 from testtime import Method
 from testtime.serve import folder as folders
 from testtime.serve.folder import StateFolder

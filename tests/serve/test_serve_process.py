@@ -45,6 +45,7 @@ def images(count: int) -> Tensor:
     return tt.data.open("digits").images(slice(count)).float() / 255
 
 
+@pytest.mark.slow
 def test_killed_and_ended(tmp_path: Path) -> None:
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import TOKEN, as_picture, image, make_online, open_client
 
 import testtime as tt
+from serving import TOKEN, as_picture, image, make_online, open_client
 from testtime import cli
 from testtime.serve.client import find_files
 
