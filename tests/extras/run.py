@@ -132,6 +132,7 @@ EXTRAS = {
     ),
     "LaTeX": Extra(("tests/extras/test_latex.py",), program="pdflatex", debian="texlive-latex-recommended"),
     "ray": Extra(("tests/extras/test_ray.py",), packages=("ray",), environment={"RAY_USAGE_STATS_ENABLED": "0"}),
+    "schemathesis": Extra(("tests/extras/test_schemathesis.py",), packages=("schemathesis",)),
     "browser": Extra(
         ("tests/extras/test_browser.py",), packages=("playwright",), program="chromium", debian="chromium"
     ),

@@ -106,6 +106,7 @@ class Decoder:
         try:
             if worker is None or not worker.is_alive:
                 if worker is not None:
+                    worker.kill()
                     self._all.discard(worker)
                 worker = _Worker(self._command)
                 self._all.add(worker)
@@ -169,7 +170,7 @@ class _Worker:
                 status, length = struct.unpack("<cQ", self._read(9))
                 answer = self._read(length)
             except (OSError, ValueError, struct.error):
-                self._process.kill()
+                self.kill()
                 raise Refusal(400, "The picture could not be decoded: its decoder crashed or took too long.") from None
         if status == b"-":
             raise Refusal(400, f"The picture cannot be used: {answer.decode(errors='replace')}.")

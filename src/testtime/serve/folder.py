@@ -160,6 +160,8 @@ class StateFolder:
 
     def _list_files(self, folder: Path) -> list[Path]:
         """Return the files of a stream that exist, the newest first."""
+        if not folder.is_dir():
+            return []
         numbers = sorted((int(m[1]) for m in map(_VERSION.fullmatch, os.listdir(folder)) if m), reverse=True)
         files = [folder / "state.safetensors", *(folder / f"version-{number}.safetensors" for number in numbers)]
         return [path for path in files if path.exists()]

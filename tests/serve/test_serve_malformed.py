@@ -16,8 +16,8 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from serving import as_array, as_picture, image, open_client, send
 
+from serving import as_array, as_picture, image, open_client, send
 from testtime.serve.decode import Decoder
 from testtime.serve.refusal import Refusal
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from serving import METHOD, image, make_online, network, open_engine, submit
 
+from serving import METHOD, image, make_online, network, open_engine, submit
 from testtime import METHODS, Fixed, Method, Streams
 from testtime.serve.batcher import Batcher, Job
 from testtime.serve.refusal import Refusal

@@ -12,8 +12,8 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load
-from serving import METHOD, TOKEN, as_array, as_picture, image, make_online, network, open_client, send
 
+from serving import METHOD, TOKEN, as_array, as_picture, image, make_online, network, open_client, send
 from testtime import Episodic
 from testtime.data.pictures import fit_picture
 from testtime.serve.service import Service
