@@ -14,9 +14,12 @@ from torch import Tensor, nn
 import testtime.adaptation.adapters
 from testtime import (
     Adapter,
+    Auto,
+    Calibration,
     Card,
     Episodic,
     Fixed,
+    Guard,
     Online,
     Prediction,
     YNet,
@@ -87,6 +90,8 @@ ADAPTERS: dict[str, Callable[..., Adapter]] = {
     "online, encoder, momentum": make(Online, update="encoder", optimizer=MOMENTUM),
     "online, batch norm, shared": make(Online, share="batch"),
     "online, patterns": make(Online, update=["encoder.0.*", "ssl.*"]),
+    "online, guarded": make(Online, guard=Guard(momentum=0.9)),
+    "auto, online": make(Auto, reference=1.0, calibration=Calibration(online=0.0)),
     "streams": make(Streams, COUNT),
     "streams, two at a time": make(Streams, COUNT, together=2),
     "tent, online, batch norm": make(Online, method="tent"),
