@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
+from testtime import tasks
 from testtime.checks import format_value, is_integer
 from testtime.data.sets import TestSet
 from testtime.networks.card import FEATURES, STATISTICS, Statistics, compare_tensors
@@ -29,6 +30,8 @@ from testtime.precision import arithmetic
 from testtime.progress import Progress
 from testtime.randomness import Draws
 
+RARE = 0.01
+"""Fraction of the images that have less than the recorded `energy`, or more than the recorded `task_loss`."""
 _SEED = 0
 _CHUNK = 64
 _VALUES = 1 << 27  # gradients of a chunk of images
@@ -39,8 +42,10 @@ def collect(net: YNet, images: Tensor | TestSet, *, count: int = 2000, progress:
 
     These are the diagonal of the empirical Fisher information of encoder and classifier, i.e. the mean over images of
     the squared gradient of the cross-entropy to the predicted class; and mean and variance, per channel, of the output
-    of each normalisation layer (before a fused ReLU) and of the input of the last linear layer. The network is in
-    evaluation mode for this; its weights, buffers and mode are not changed.
+    of each normalisation layer (before a fused ReLU) and of the input of the last linear layer. The record also has the
+    `energy`, the log of the sum of the exponentials of the logits (Liu et al. 2020), that 1% of the images fall below,
+    and the `task_loss`, that of the self-supervised task, that 1% exceed: other images are unlike them. The network is
+    in evaluation mode for this; its weights, buffers and mode are not changed.
 
     Args:
         net: The network.
@@ -66,14 +71,15 @@ def collect(net: YNet, images: Tensor | TestSet, *, count: int = 2000, progress:
         parameters = _list_parameters(model)
         squares = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in parameters.items()}
         moments: dict[str, _Moments] = {}
-        digest = hashlib.sha256()
+        digest, energies, losses = hashlib.sha256(), [], []
         size = max(1, min(_CHUNK, _VALUES // max(1, sum(tensor.numel() for tensor in parameters.values()))))
         done = 0
         for numbers in chosen.split(size):
             chunk = images.images(numbers) if isinstance(images, TestSet) else images[numbers.to(images.device)]
             digest.update(chunk.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
             chunk = chunk.detach().to(device)
-            _add_moments(model, chunk, moments)
+            energies.append(_add_moments(model, chunk, moments).float().logsumexp(1).cpu())
+            losses.append(_find_task_losses(model, chunk).cpu())
             for name, gradients in _find_gradients(model, parameters, chunk).items():
                 squares[name] += gradients.float().square().sum(0)
             done += len(chunk)
@@ -84,7 +90,14 @@ def collect(net: YNet, images: Tensor | TestSet, *, count: int = 2000, progress:
             fisher={name: tensor / done for name, tensor in squares.items()},
             means={name: one.mean for name, one in moments.items()},
             variances={name: one.squares / one.count for name, one in moments.items()},
-            about={"images": done, "set": name, "hash": digest.hexdigest()[:16], "seed": _SEED},
+            about={
+                "images": done,
+                "set": name,
+                "hash": digest.hexdigest()[:16],
+                "seed": _SEED,
+                "energy": round(float(torch.cat(energies).quantile(RARE)), 4),
+                **({"task_loss": round(float(torch.cat(losses).quantile(1 - RARE)), 4)} if len(losses[0]) else {}),
+            },
         )
     return net
 
@@ -132,6 +145,16 @@ def _find_gradients(model: YNet, parameters: dict[str, Tensor], images: Tensor) 
     return vmap(grad(loss), in_dims=(None, 0))(parameters, images)
 
 
+@torch.no_grad()
+def _find_task_losses(model: YNet, images: Tensor) -> Tensor:
+    """Return the loss of the self-supervised task on each image `(N,)`; empty without a branch or a known task."""
+    if model.ssl is None or model.card.task not in tasks.TASKS:
+        return torch.empty(0, dtype=torch.float32, device="cpu")
+    task = tasks.make(model.card.task)
+    views, targets = task.probe(images)
+    return task.loss(model.self_supervise(views), targets).view(len(images), -1).mean(1)
+
+
 class _Moments:
     """Mean and sum of squared deviations per channel, of values that come in batches (Chan et al. 1979)."""
 
@@ -151,8 +174,8 @@ class _Moments:
 
 
 @torch.no_grad()
-def _add_moments(model: YNet, images: Tensor, moments: dict[str, _Moments]) -> None:
-    """Run the network and add the activations of its layers to their moments."""
+def _add_moments(model: YNet, images: Tensor, moments: dict[str, _Moments]) -> Tensor:
+    """Run the network and add the activations of its layers to their moments; returns its logits."""
     features: list[Tensor] = []
 
     def add(name: str, values: Tensor, axis: int) -> None:
@@ -175,13 +198,14 @@ def _add_moments(model: YNet, images: Tensor, moments: dict[str, _Moments]) -> N
         for layer in _list_linear(model):
             stack.callback(layer.register_forward_pre_hook(store).remove)
         try:
-            model(images)
+            logits: Tensor = model(images)
         except RuntimeError as error:
             raise ValueError(
                 f"The network does not accept images of shape {tuple(images.shape[1:])}: {error}"
             ) from None
     if features:
         add(FEATURES, features[0], -1)  # of the linear layer that was called last
+    return logits
 
 
 def _list_parameters(net: YNet) -> dict[str, Tensor]:
