@@ -33,6 +33,7 @@ from testtime.randomness import Draws
 from testtime.report import publish, require
 from testtime.report.publish import Format
 from testtime.report.results import MEAN, Results, collect
+from testtime.threads import count_cpus
 from testtime.training import Recipe, Setup, fit_branch, prepare, train
 
 Bars = Callable[[str], contextlib.AbstractContextManager[Progress]]
@@ -260,12 +261,12 @@ def run(
             out / f"run{kind}",
             command=command,
             together=TOGETHER,
-            jobs=min(count_cores(), 4),
+            jobs=min(count_cpus(), 4),
             sets=sets,
             progress=report,
         )
     record, plain = net.card.record, _compare_plain(out, kind, command, seed, small, sets, bars)
-    facts = {"small": small, "choice": CHOICE, "cores": count_cores(), "load": load, "training": record["seconds"]}
+    facts = {"small": small, "choice": CHOICE, "cores": count_cpus(), "load": load, "training": record["seconds"]}
     facts["plain"] = plain
     found = replace(found, about=found.about | {"remarks": _describe(net, facts), "demo": facts})
     with bars("report") as report:
@@ -293,7 +294,7 @@ def _compare_plain(
         limit=60 if small else PLAIN_IMAGES,
         title="A plain network made adaptable",
     )
-    given: dict[str, Any] = {"together": TOGETHER, "jobs": min(count_cores(), 4), "sets": some, "command": command}
+    given: dict[str, Any] = {"together": TOGETHER, "jobs": min(count_cpus(), 4), "sets": some, "command": command}
     with bars("adapting it to shifted digits") as report:
         (table,) = collect([run_plan(plan, folder / "run", progress=report, **given)], seed).tables
     errors = {
@@ -354,8 +355,3 @@ def _describe(net: YNet, facts: Mapping[str, Any]) -> dict[str, str]:
 
 def _load() -> float | None:
     return round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
-
-
-def count_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -10,11 +10,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from testtime.demo import CHOICE, FAMILY, SHIFTS, TOGETHER, WORDS, Bars, count_cores, make_sets, no_bars
+from testtime.demo import CHOICE, FAMILY, SHIFTS, TOGETHER, WORDS, Bars, make_sets, no_bars
 from testtime.evaluation import MethodSpec, Plan, SetSpec, run_plan
 from testtime.evaluation.recommended import use_recommended
 from testtime.report import publish, require
 from testtime.report.results import Results
+from testtime.threads import count_cpus
 
 NETWORK = "digits-resnet8-gn-joint"
 KINDS = ("contrast", "dim_light", "brightness")
@@ -51,7 +52,7 @@ def run_quick(out: str | Path, *, seed: int = 0, progress: Bars | None = None) -
         title="Digits under shifts",
     )
     with bars("adapting to shifted digits") as report:
-        jobs = min(count_cores(), 4)
+        jobs = min(count_cpus(), 4)
         folder = out / f"run-quick-seed-{seed}"
         found = run_plan(plan, folder, command=command, together=TOGETHER, jobs=jobs, sets=sets, progress=report)
     words = ", ".join(f"{shift.title}: {shift.words}" for shift in shifts)

@@ -70,8 +70,8 @@ def diagnose(
     """Estimate from unlabelled images whether adapting to them is likely to help.
 
     Sets with more than `limit` images are subsampled at even intervals. The trial learns online from some of them, in
-    random order (unless the set's order is fixed), from the four rotations of each, without crops: it measures whether
-    the task can be learned on this data.
+    random order (unless the set's order is fixed), for rotation from all four of each, without crops: it measures
+    whether the task can be learned on this data.
 
     Args:
         net: A jointly trained network; it is not modified.
@@ -99,7 +99,9 @@ def diagnose(
     if count < _LEAST:
         raise ValueError(f"{test_set.name} has {count} images; a diagnosis needs at least {_LEAST}.")
     task = tasks.make(net.card.task)
-    learner = Online(net, steps=steps, lr=lr, seed=seed, copies=1, task=Rotation("all"), augment=CropFlip(0, False))
+    # All views of the plain image, where the task has that form.
+    form: dict[str, Any] = {"task": Rotation("all"), "augment": CropFlip(0, False)} if task.name == "rotation" else {}
+    learner = Online(net, steps=steps, lr=lr, seed=seed, copies=1, **form)
     trial = min(trial, count)
     numbers = _spread(len(test_set), count)
     labels = find_labels(test_set, net)
@@ -125,6 +127,8 @@ def diagnose(
         "balance": found.balance,
         "true_agreement": found.true_agreement,
         "trial": stream,
+        "task": task.name,
+        "chance": 1 - 1 / task.outputs,
     }
     unjudged = Diagnosis(**about, verdict=Verdict("unclear", "", ()))
     return Diagnosis(**about, verdict=judge(unjudged, math.log(task.outputs)))
