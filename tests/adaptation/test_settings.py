@@ -111,4 +111,4 @@ def test_an_unknown_method_is_refused(kind: Callable[..., Any], wrong: Any) -> N
 @pytest.mark.parametrize("kind", [Online, Episodic])
 def test_a_misspelt_setting_is_named_with_the_closest(kind: Any, name: str, hint: str) -> None:
     with pytest.raises(TypeError, match=f"`{name}` is not a setting.*{hint}"):
-        kind(tt.resnet26(depth=8, size=16), **{name: 1})
+        kind(network(), **{name: 1})

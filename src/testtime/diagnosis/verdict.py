@@ -222,7 +222,7 @@ def _untrained(found: Diagnosis, guessing: float) -> Verdict | None:
         return None
     return Verdict(
         "untrained",
-        f"Untrained branch: {measured} in the task ({found.task}) on the network's own training data.",
+        f"Untrained branch: {measured} in its task ({found.task}) even on the training data.",
         (
             f"Measured on: {printable(known.source)}; chance is {found.chance:.0%}, a loss of {guessing:.2f}.",
             _format_task(found),
