@@ -12,6 +12,7 @@ from testtime.cli import (
     data,
     demo,
     diagnose,
+    doctor,
     eval,
     fit_branch,
     gradients,
@@ -41,6 +42,7 @@ for command in (report.report, diagnose.diagnose, gradients.gradients, correlate
     app.command()(command)
 app.command()(pack.pack)
 app.command()(pack.unpack)
+app.command()(doctor.doctor)
 app.add_typer(data.app, name="data")
 
 
