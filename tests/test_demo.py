@@ -10,21 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from testtime import Draws, cli, data, demo
+from testtime import Draws, cli, data, demo, quick_demo
 from testtime.adaptation.adapters import Episodic, Fixed, Online
 from testtime.evaluation import Run, open_run, open_runs
 from testtime.evaluation.records import error, evaluate
 from testtime.networks import load
 from testtime.report.results import MEAN, Results, collect
 
-QUICK = ["demo", "--quick", "--epochs", "1", "--seed", "3", "--out"]
-KIND = "-epochs-1-seed-3-quick"
+KIND = "-epochs-1-seed-3-small"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("demo") / "page"
-    assert cli.run([*QUICK, str(out)]) == 0
+    demo.run(out, epochs=1, seed=3, small=True)
     return out
 
 
@@ -90,7 +89,7 @@ def test_a_demo_leaves_a_report_a_run_and_the_network(folder: Path, run: Run) ->
     tables = ["tables.csv", "tables.md", "tables.tex"]
     report = ["figures", "index.html", "network.safetensors", f"run{KIND}", "summary.json", *tables]
     assert sorted(path.name for path in folder.iterdir()) == sorted([*report, f"plain{KIND}", f"training{KIND}"])
-    assert run.about["command"].endswith("--epochs 1 --seed 3 --quick")
+    assert run.about["command"].endswith("--epochs 1 --seed 3 --small")
     assert run.about["seeds"] == [3]
     assert run.configuration["limit"] == 60
     net = load(folder / "network.safetensors")
@@ -147,19 +146,16 @@ def test_the_summary_has_the_same_tables_and_says_how_long_it_took(folder: Path,
     (summary,) = open_runs(folder / "summary.json")
     assert collect([summary]).tables == results.tables
     facts = summary.about["demo"]
-    assert facts["quick"] is True
+    assert facts["small"] is True
     assert facts["choice"] == demo.CHOICE
     assert 0 < facts["training"] < facts["seconds"]
 
 
-def test_a_second_call_does_nothing_twice(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_call_does_nothing_twice(folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (folder / f"run{KIND}").rglob("*.safetensors")}
     checkpoint = (folder / f"training{KIND}/network.safetensors").read_bytes()
     numbers = json.loads((folder / "summary.json").read_text())["runs"][0]["units"]
-    assert cli.run([*QUICK, str(folder)]) == 0
-    assert "digits-shifts" in capsys.readouterr().out
+    demo.run(folder, epochs=1, seed=3, small=True)
     assert {path: path.stat().st_mtime_ns for path in (folder / f"run{KIND}").rglob("*.safetensors")} == before
     assert (folder / f"training{KIND}/network.safetensors").read_bytes() == checkpoint
     assert json.loads((folder / "summary.json").read_text())["runs"][0]["units"] == numbers
@@ -170,4 +166,21 @@ def test_a_missing_extra_is_reported_before_the_training(monkeypatch: pytest.Mon
     monkeypatch.setattr("testtime.report.pages.find_spec", lambda name: None if name == "matplotlib" else real(name))
     monkeypatch.setattr(demo, "train_network", lambda *_: pytest.fail("it trained"))
     with pytest.raises(ModuleNotFoundError, match=r"matplotlib.*pip install 'testtime\[report\]'"):
-        demo.run(tmp_path, quick=True)
+        demo.run(tmp_path, small=True)
+
+
+def test_a_quick_demo_shows_the_effect_and_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("testtime.demo.train", lambda *_, **__: pytest.fail("it trained"))
+    monkeypatch.setattr(quick_demo, "IMAGES", 100)
+    assert cli.run(["demo", "--quick", "--out", str(tmp_path)]) == 0
+    (run,) = open_runs(tmp_path / "run-quick-seed-0")
+    (table,) = collect([run]).tables
+    assert table.columns == ("original", "contrast", "dim light", "brightness", MEAN)
+    assert table.rows["online"][MEAN].error < 0.7 * table.rows["fixed"][MEAN].error
+    card = load(quick_demo.NETWORK).card
+    assert run.configuration["methods"]["online"]["settings"]["lr"] == card.settings["online"]["lr"]
+    assert f"to {table.rows['online'][MEAN].error:.1f}%" in capsys.readouterr().out
+    assert "cut the error on 3 shifts" in (tmp_path / "index.html").read_text()
+    assert cli.run(["demo", "--quick", "--epochs", "2", "--out", str(tmp_path)]) == 2

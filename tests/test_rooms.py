@@ -13,9 +13,9 @@ import testtime
 
 ROOT = Path(testtime.__file__).parent
 ROOMS = (
-    "kernels", "randomness", "precision", "storage", "checks", "tensorfile", "provenance", "progress", "bundle",
-    "augment", "tasks", "corruptions", "data", "networks", "adaptation", "training", "evaluation", "diagnosis",
-    "report", "serve", "demo", "cli", "__main__",
+    "threads", "kernels", "randomness", "precision", "storage", "checks", "tensorfile", "provenance", "progress",
+    "bundle", "augment", "tasks", "corruptions", "data", "networks", "adaptation", "training", "evaluation",
+    "diagnosis", "report", "serve", "demo", "quick_demo", "doctor", "cli", "__main__",
 )  # fmt: skip
 MODULES = {
     ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path

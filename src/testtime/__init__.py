@@ -20,6 +20,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from testtime import threads as _threads
+
 if TYPE_CHECKING:
     from testtime import augment, corruptions, data, networks, tasks
     from testtime.adaptation.adapters import Adapter, Episodic, Fixed, Online
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from testtime.training.recipe import Recipe, TrainingError
 
     __version__: str
+
+_threads.prepare()  # before torch is imported
 
 _NAMES = {
     "adaptation.adapters": ("Adapter", "Episodic", "Fixed", "Online"),

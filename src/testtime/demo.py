@@ -33,6 +33,7 @@ from testtime.randomness import Draws
 from testtime.report import publish, require
 from testtime.report.publish import Format
 from testtime.report.results import MEAN, Results, collect
+from testtime.threads import count_cpus
 from testtime.training import Recipe, Setup, fit_branch, prepare, train
 
 Bars = Callable[[str], contextlib.AbstractContextManager[Progress]]
@@ -93,7 +94,7 @@ PLAIN_EPOCHS, BRANCH_EPOCHS = 20, 12
 PLAIN_IMAGES = 300
 
 FORMATS: tuple[Format, ...] = ("md", "latex", "csv", "html")
-_TOGETHER = 5  # parallel streams; on images this small twice as fast as one at a time
+TOGETHER = 5  # parallel streams; on images this small twice as fast as one at a time
 
 WORDS = (
     (
@@ -187,7 +188,7 @@ def make_adaptable(
         epochs: Passes over the digits of the two trainings.
         bars: As `progress` of `run`.
     """
-    bars, setup = bars or _no_bars, _prepare(seed)
+    bars, setup = bars or no_bars, _prepare(seed)
     with bars("a second network: classes only") as report:
         net = _train(setup, setup.recipe.change(epochs[0], method="plain", lr=LR), folder / "plain", report)
     with bars("a branch for it, without labels") as report, _one_thread():
@@ -216,7 +217,7 @@ def run(
     *,
     epochs: int | None = None,
     seed: int = 0,
-    quick: bool = False,
+    small: bool = False,
     progress: Bars | None = None,
 ) -> tuple[Results, float]:
     """Train, evaluate, and write the report: `out/index.html`, tables, figures, `summary.json`, and the network.
@@ -225,9 +226,9 @@ def run(
 
     Args:
         out: The folder; an existing report is overwritten.
-        epochs: Passes over the training digits; by default 25, with `quick` 3.
+        epochs: Passes over the training digits; by default 25, if `small` 3.
         seed: Seed of everything.
-        quick: A rough version that takes seconds: little training, the first 60 digits, three shifts.
+        small: Little training, the first 60 digits, three shifts: too few to show anything, for tests.
         progress: Called with the title of each stage; returns a context manager that yields its progress callback.
 
     Returns:
@@ -237,21 +238,21 @@ def run(
         ModuleNotFoundError: A package that the report needs is not installed; raised before training.
     """
     require()
-    bars = progress or _no_bars
+    bars = progress or no_bars
     out, begin, load = Path(out), time.perf_counter(), _load()
-    options = (f" --epochs {epochs}" if epochs else "") + (f" --seed {seed}" if seed else "") + " --quick" * quick
+    options = (f" --epochs {epochs}" if epochs else "") + (f" --seed {seed}" if seed else "") + " --small" * small
     command, kind = f"testtime demo --out {out}{options}", options.replace(" --", "-").replace(" ", "-")
     with bars("training on clean digits") as report:
-        net = train_network(out / f"training{kind}", seed, epochs or (3 if quick else EPOCHS), report)
+        net = train_network(out / f"training{kind}", seed, epochs or (3 if small else EPOCHS), report)
     net.save(out / "network.safetensors")
-    sets = make_sets(SHIFTS[:3] if quick else SHIFTS, seed)
+    sets = make_sets(SHIFTS[:3] if small else SHIFTS, seed)
     plan = Plan(
         {"joint": str(out / f"training{kind}" / "network.safetensors")},
         tuple(map(SetSpec, sets)),
         METHODS,
         seeds=(seed,),
         shuffle=True,
-        limit=60 if quick else None,
+        limit=60 if small else None,
         title="Digits under shifts",
     )
     with bars("adapting to shifted digits") as report:
@@ -259,13 +260,13 @@ def run(
             plan,
             out / f"run{kind}",
             command=command,
-            together=_TOGETHER,
-            jobs=min(_cores(), 4),
+            together=TOGETHER,
+            jobs=min(count_cpus(), 4),
             sets=sets,
             progress=report,
         )
-    record, plain = net.card.record, _compare_plain(out, kind, command, seed, quick, sets, bars)
-    facts = {"quick": quick, "choice": CHOICE, "cores": _cores(), "load": load, "training": record["seconds"]}
+    record, plain = net.card.record, _compare_plain(out, kind, command, seed, small, sets, bars)
+    facts = {"small": small, "choice": CHOICE, "cores": count_cpus(), "load": load, "training": record["seconds"]}
     facts["plain"] = plain
     found = replace(found, about=found.about | {"remarks": _describe(net, facts), "demo": facts})
     with bars("report") as report:
@@ -277,11 +278,11 @@ def run(
 
 
 def _compare_plain(
-    out: Path, kind: str, command: str, seed: int, quick: bool, sets: Mapping[str, TestSet], bars: Bars
+    out: Path, kind: str, command: str, seed: int, small: bool, sets: Mapping[str, TestSet], bars: Bars
 ) -> dict[str, Any]:
     """Make a plain network adaptable and test it; returns the facts."""
     folder = out / f"plain{kind}"
-    net = make_adaptable(folder, seed, (2, 2) if quick else (PLAIN_EPOCHS, BRANCH_EPOCHS), bars)
+    net = make_adaptable(folder, seed, (2, 2) if small else (PLAIN_EPOCHS, BRANCH_EPOCHS), bars)
     chosen = (CLEAN, *(f"{FAMILY}/{shift.title}" for shift in PLAIN_SHIFTS))
     some = {name: sets[name] for name in chosen if name in sets}
     plan = Plan(
@@ -290,10 +291,10 @@ def _compare_plain(
         (METHODS[0], METHODS[2]),
         seeds=(seed,),
         shuffle=True,
-        limit=60 if quick else PLAIN_IMAGES,
+        limit=60 if small else PLAIN_IMAGES,
         title="A plain network made adaptable",
     )
-    given: dict[str, Any] = {"together": _TOGETHER, "jobs": min(_cores(), 4), "sets": some, "command": command}
+    given: dict[str, Any] = {"together": TOGETHER, "jobs": min(count_cpus(), 4), "sets": some, "command": command}
     with bars("adapting it to shifted digits") as report:
         (table,) = collect([run_plan(plan, folder / "run", progress=report, **given)], seed).tables
     errors = {
@@ -330,7 +331,8 @@ def _describe_plain(plain: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     )
 
 
-def _no_bars(title: str) -> contextlib.AbstractContextManager[Progress]:
+def no_bars(title: str) -> contextlib.AbstractContextManager[Progress]:
+    """Show no progress."""
     return contextlib.nullcontext(lambda done, total, text: None)
 
 
@@ -353,7 +355,3 @@ def _describe(net: YNet, facts: Mapping[str, Any]) -> dict[str, str]:
 
 def _load() -> float | None:
     return round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

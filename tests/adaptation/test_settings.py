@@ -102,3 +102,13 @@ def test_settings_override_the_methods(kind: Callable[..., Any]) -> None:
 def test_an_unknown_method_is_refused(kind: Callable[..., Any], wrong: Any) -> None:
     with pytest.raises(ValueError, match=f"`method` must be one of .*{re.escape(repr(wrong))}"):
         kind(network(), method=wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("stepps", "did you mean `steps`"), ("presett", "did you mean `method`"), ("qqq", "the settings are steps, lr,")],
+)
+@pytest.mark.parametrize("kind", [Online, Episodic])
+def test_a_misspelt_setting_is_named_with_the_closest(kind: Any, name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=f"`{name}` is not a setting.*{hint}"):
+        kind(network(), **{name: 1})

@@ -116,5 +116,5 @@ def test_a_training_is_interrupted(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
-    assert err.splitlines()[-1] == "stopped"
+    assert err.splitlines()[-1] == "stopped; run the same command again to resume"
     assert "Traceback" not in err

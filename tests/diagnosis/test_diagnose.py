@@ -104,7 +104,7 @@ def test_borders_that_give_the_turn_away_are_noticed(make: Any, net: tt.YNet, re
     """The paper's warning: black margins make rotation trivial (section 3, video frames)."""
     found = diagnose(net, make_set("frames", make(digits()[0])), reference=reference, limit=200, trial=64)
     assert found.verdict.kind == "trivial"
-    assert "trivial" in found.verdict.headline
+    assert "margins" in found.verdict.advice
     named = "Blank margins" if make is not stamped else "outermost pixels alone"
     assert any(named in reason for reason in found.verdict.reasons)
 
@@ -114,7 +114,8 @@ def test_scenes_without_an_up_are_noticed(make: Any, net: tt.YNet, reference: Re
     """The other half of the warning: the task must be well defined."""
     found = diagnose(net, make_set("from above", make(digits()[0])), reference=reference)
     assert found.verdict.kind == "ill-defined"
-    assert "ill-defined" in found.verdict.headline
+    assert "rotation" in found.verdict.headline
+    assert "testtime methods" in found.verdict.advice
     assert found.trial.loss.value > 0.9 * math.log(4)
     assert found.task_error.value == pytest.approx(0.75, abs=0.02)
     all_ways = any("their orientations vary" in reason for reason in found.verdict.reasons)
@@ -131,7 +132,7 @@ def test_an_untrained_branch_is_told_from_ill_defined_data(net: tt.YNet, referen
     assert found.verdict.kind == "untrained"
     assert own.task_error is not None
     assert f"{own.task_error:.1%}" in found.verdict.headline
-    assert "fit-branch" in found.verdict.reasons[-1]
+    assert "fit-branch" in found.verdict.advice
     assert diagnose(net, images, reference=reference, **options).verdict.kind == "ill-defined"
     tt.fit_branch(untrained, tt.data.open("digits", split="train"), epochs=2, batch=32)
     assert diagnose(untrained, images, reference=find_reference(untrained), **options).verdict.kind != "untrained"
@@ -354,13 +355,20 @@ FEW = ["--limit", "48", "--trial", "32"]
 def test_the_command_says_it_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["diagnose", "-c", NAME, "--data", "digits-c/contrast/5", *FEW]) == 0
     out, err = capsys.readouterr()
-    lines = out.splitlines()
+    network, *lines = out.splitlines()
+    assert network == f"network: {NAME}"
     assert lines[0] == "digits-c/contrast/5, 48 images"
     assert lines[1].endswith(".")
     words = [line.split()[0] for line in lines[2:]]
     for name in ("task", "drift", "borders", "gate", "guard", "agreement", "balance", "gain"):
         assert name in words
+    assert "Next:" in words
     assert "80/80" in err  # progress
+
+
+def test_it_asks_for_the_network(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["diagnose", "--data", "digits"]) == 2
+    assert "-c " in capsys.readouterr().err
 
 
 def test_the_command_gives_json_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -515,6 +523,8 @@ MALFORMED: dict[str, Any] = {
                 ("agreement", AGREEMENT | {"layers": []}),
                 ("agreement", AGREEMENT | {"layers": {"stem": {}}}),
                 ("agreement", AGREEMENT | {"layers": {"stem": {"cosine": True}}}),
+                ("plain", "one"),
+                ("verdict", ENTRY["verdict"] | {"advice": ["Wait."]}),
                 ("more", DEEP),
             )
         )
@@ -535,7 +545,7 @@ def test_malformed_documents(tmp_path: Path, name: str, capsys: pytest.CaptureFi
     with pytest.raises(DiagnosisError) as caught:
         read_diagnoses(path)
     assert isinstance(caught.value, FileError)
-    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).startswith(f"{path}/diagnosis.json: " if name == "a folder" else f"{path}: ")
     assert str(caught.value).isprintable()
     arguments = ["report", str(tmp_path), "--out", str(tmp_path / "out"), "--diagnosis", str(path)]
     assert run_command(arguments) == 1

@@ -6,9 +6,10 @@ the adapter: a method works in every mode in which it makes sense.
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -79,7 +80,18 @@ class Method:
         return "branch" in self.needs or self.objective is SelfSupervision
 
     def make_settings(self, mode: Mode, given: Mapping[str, Any]) -> Settings:
-        """Return the settings of the method in a mode; `given` overrides the method's."""
+        """Return the settings of the method in a mode; `given` overrides the method's.
+
+        Raises:
+            TypeError: There is no setting of that name; the message names the closest.
+        """
+        known = [one.name for one in fields(Settings)]
+        for name in given:
+            if name not in known:
+                close = difflib.get_close_matches(name, ["method", "preset", *known], 1)
+                meant = "method" if close == ["preset"] else "".join(close)  # its name in version 0.1
+                hint = f"did you mean `{meant}`?" if meant else f"the settings are {', '.join(known)}."
+                raise TypeError(f"`{name}` is not a setting of an adapter; {hint}")
         own = {"steps": 1, **self.settings, **(self.episodic if mode == "episodic" else {})}
         settings = Settings(**{**own, **given})
         for name in settings.constants:

@@ -41,9 +41,9 @@ def run(arguments: list[str]) -> int:
         with _one_line_warnings():
             code = _call(arguments)
         sys.stdout.flush()
-        return report_interrupt() if code == INTERRUPTED else code
+        return report_interrupt(arguments) if code == INTERRUPTED else code
     except KeyboardInterrupt:
-        return report_interrupt()
+        return report_interrupt(arguments)
     except BrokenPipeError:
         # The reader closed the pipe; Python must not flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -52,7 +52,7 @@ def run(arguments: list[str]) -> int:
         if os.environ.get("TESTTIME_DEBUG"):
             raise
         if was_interrupted(error):
-            return report_interrupt()
+            return report_interrupt(arguments)
         return _report_error(error)
 
 

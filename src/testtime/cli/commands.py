@@ -12,6 +12,7 @@ from testtime.cli import (
     data,
     demo,
     diagnose,
+    doctor,
     eval,
     fit_branch,
     gradients,
@@ -40,7 +41,7 @@ app.command()(tune.tune)
 app.command("fit-branch")(fit_branch.fit_branch)
 for command in (report.report, diagnose.diagnose, gradients.gradients, correlate.correlate, corrupt.corrupt, demo.demo):
     app.command()(command)
-for command in (serve.serve, serve.send, pack.pack, pack.unpack):
+for command in (serve.serve, serve.send, pack.pack, pack.unpack, doctor.doctor):
     app.command()(command)
 app.add_typer(data.app, name="data")
 

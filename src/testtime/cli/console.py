@@ -21,6 +21,7 @@ from testtime.storage import printable
 if TYPE_CHECKING:
     from testtime.networks import YNet
 
+_WIDE = 90  # columns of a terminal, from which a progress bar fits
 # Options that do not affect the results.
 _MACHINE = ("out", "device", "jobs", "ray", "together", "cache", "data_root")
 
@@ -70,28 +71,33 @@ def report_skipped(lines: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def progress(title: str, every: float = 10.0) -> Iterator[Progress]:
+def progress(title: str, every: float = 10.0, percent: bool = False) -> Iterator[Progress]:
     """Show progress, rate and remaining time on standard error: a progress bar, or lines if it is not a terminal.
 
     Args:
         title: The title.
         every: Seconds between lines.
+        percent: Show a percentage instead of counts, which mean little to a user if they are of unequal things.
     """
     title = printable(title)
     if sys.stderr.isatty():
         from rich import progress as bars
         from rich.console import Console
+        from rich.table import Column
 
+        console = Console(stderr=True)
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # cut first, on a narrow terminal
+        wide = console.width >= _WIDE
         columns = (
-            bars.TextColumn("{task.description}", markup=False),
-            bars.BarColumn(),
-            bars.MofNCompleteColumn(),
-            bars.TextColumn("{task.fields[rate]}"),
+            bars.TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+            *([bars.BarColumn(20)] if wide else []),
+            bars.TaskProgressColumn() if percent else bars.MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            *([bars.TextColumn("{task.fields[rate]}")] if wide and not percent else []),
             bars.TimeRemainingColumn(),
-            bars.TextColumn("{task.fields[text]}", markup=False),
+            bars.TextColumn("{task.fields[text]}", markup=False, table_column=rest),
         )
         clock = _Clock()
-        with bars.Progress(*columns, console=Console(stderr=True)) as bar:
+        with bars.Progress(*columns, console=console, expand=True) as bar:
             task = bar.add_task(title, total=None, rate="", text="")
 
             def show(done: int, total: int, text: str) -> None:
@@ -109,7 +115,8 @@ def progress(title: str, every: float = 10.0) -> Iterator[Progress]:
         if done < max(total, 1) and time.monotonic() - last < every:
             return
         last = time.monotonic()
-        parts = [title, f"{done:,}/{total:,}", rate, left, printable(text)]
+        counts = [f"{done / max(total, 1):.0%}"] if percent else [f"{done:,}/{total:,}", rate]
+        parts = [title, *counts, left, printable(text)]
         print("  ".join(part for part in parts if part), file=sys.stderr, flush=True)
 
     yield write
@@ -154,13 +161,13 @@ def pick_device(name: str) -> str:
     return name
 
 
-def load_network(checkpoint: str | None, device: str) -> tuple[str, YNet]:
+def load_network(checkpoint: str | None, device: str, silent: bool = False) -> tuple[str, YNet]:
     """Load the network of a `--checkpoint` option, by default a bundled one; returns its name and the network."""
     from testtime.evaluation.predict_files import default_network
     from testtime.networks import load
 
     name = checkpoint or default_network()
     net = load(name).to(device)
-    if checkpoint is None:
+    if checkpoint is None and not silent:
         echo(f"network: {name} (choose another with --checkpoint)", err=True)
     return name, net

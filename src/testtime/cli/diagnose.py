@@ -19,6 +19,11 @@ from testtime.cli.console import (
 )
 from testtime.cli.options import Checkpoint, Classes, DataRoot, Device, Json, OnBadImage, Weights, open_network
 
+_ASK = (
+    "a diagnosis is of one network: pass yours, e.g. -c RUN/network.safetensors, or a bundled one, "
+    "e.g. -c cifar10-resnet26-gn-joint."
+)
+
 Data = Annotated[
     list[str], Option(help="A folder of images, or sets, e.g. digits-c/contrast/5 or digits-c/*/5. May be repeated.")
 ]
@@ -59,16 +64,20 @@ def diagnose(
 ) -> None:
     """Estimate, without labels, whether adaptation helps on a set of images.
 
-    Compares the rotation task with the training data, checks whether it is
-    trivial or ill-defined, compares the gradients of the two tasks, and runs a
-    short trial stream. With labels, it also reports the true agreement of the
-    gradients and the improvement on the stream.
+    Compares the network's self-supervised task with the training data, checks
+    whether it is too easy or ill-defined, compares the gradients of the two tasks,
+    and runs a short trial stream. With labels, it also reports the true agreement
+    of the gradients and the improvement on the stream. The network must be named.
 
     Examples:
       testtime diagnose --data photos/ -c runs/photos/network.safetensors
-      testtime diagnose --data cifar10 --data cifar10-c/fog/5 --out diagnosis
+      testtime diagnose --data cifar10 --data cifar10-c/fog/5 --out diagnosis \\
+        -c cifar10-resnet26-gn-joint
       testtime diagnose --data digits-c/fog/5 -c digits-resnet8-gn-joint --json
     """
+    if checkpoint is None:
+        raise typer.BadParameter(_ASK, param_hint="--checkpoint")
+
     from testtime.data import DataError
     from testtime.diagnosis import name_sets, open_for
     from testtime.diagnosis.measure import diagnose_all, find_reference
@@ -98,7 +107,7 @@ def diagnose(
     if as_json:
         typer.echo(json.dumps(document, indent=1, allow_nan=False))
     else:
-        echo(*"\n\n".join(map(format_diagnosis, found)).split("\n"))
+        echo(f"network: {name}", *"\n\n".join(map(format_diagnosis, found)).split("\n"))
     if out is not None:
         from testtime.report.diagnosis import write_page
 

@@ -205,9 +205,12 @@ def evaluate(
 
     OUT has a file for each method, set and seed, written when it is finished.
     Run the same command again to resume after an interruption: finished units
-    are not repeated.
+    are not repeated. Settings that are not given are those that the network's
+    card recommends (see testtime info), and otherwise the paper's.
 
     Examples:
+      testtime eval -c digits-resnet8-gn-joint --data digits-c --levels 5 \\
+        --corruptions contrast,fog --methods fixed,online --shuffle
       testtime eval -c net.safetensors --data digits-c --levels 5
       testtime eval -c net.safetensors --data photos/ --lr 0.003 --out runs/p
       testtime eval -c net.safetensors --data cifar10-c --shuffle --out runs/c
@@ -224,6 +227,7 @@ def evaluate(
 
     from testtime import evaluation
     from testtime.data import DataError
+    from testtime.evaluation.recommended import describe_settings
     from testtime.networks.sources import add_options
 
     with as_bad_arguments():
@@ -240,11 +244,14 @@ def evaluate(
     settings["precision"] = precision
     reading: dict[str, Any] = {"data_root": data_root, "on_bad_image": on_bad_image}
     with as_bad_arguments(DataError):
-        plan = evaluation.make_plan(matrix, methods=methods, **networks, **sets, **images, **reading, **settings)
+        plan = evaluation.make_plan(
+            matrix, methods=methods, recommended=True, **networks, **sets, **images, **reading, **settings
+        )
     machine: dict[str, Any] = {"device": picked, "together": together, "jobs": jobs, "ray": ray}
-    with progress("views") as report:
+    with progress("evaluate", percent=True) as report:
         run = evaluation.run_plan(plan, out, command=format_command(context), progress=report, **machine)
-    echo(*evaluation.format_run(run).split("\n"), f"{out}: {len(run.units)} units")
+    echo(*describe_settings(plan.methods), err=True)
+    echo(*evaluation.format_run(run).split("\n"), f"{out}: written; for tables and a page: testtime report {out}")
 
 
 def _parse_networks(texts: list[str]) -> dict[str, str]:

@@ -35,10 +35,9 @@ def info(checkpoint: Source, as_json: Json = False) -> None:
 
 
 def _format_rest(settings: dict[str, dict[str, Any]], statistics: dict[str, Any] | None) -> list[str]:
-    lines = [
-        f"settings   {name}: " + ", ".join(f"{key} {value}" for key, value in chosen.items())
-        for name, chosen in settings.items()
-    ]
+    from testtime.evaluation.recommended import format_settings
+
+    lines = [f"settings   {name}: {format_settings(chosen)}" for name, chosen in settings.items()]
     if statistics is not None:
         images, source = statistics.get("images", "?"), statistics.get("set") or "a tensor"
         contents = "Fisher information of {parameters:,} parameters, moments of {layers} layers".format(**statistics)

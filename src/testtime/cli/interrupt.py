@@ -11,6 +11,7 @@ from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 130  # the exit code of Ctrl-C
+_RESUMING = ("train", "eval", "tune", "fit-branch", "demo")  # commands that continue where they were stopped
 
 
 def run_process(command: Callable[[], int]) -> NoReturn:
@@ -52,14 +53,19 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 def _end(*_: object) -> NoReturn:
     with contextlib.suppress(OSError):
-        os.write(2, b"stopped\n")  # `print` itself may have been interrupted
+        os.write(2, f"{_describe(sys.argv[1:])}\n".encode())  # `print` itself may have been interrupted
     os._exit(INTERRUPTED)
 
 
-def report_interrupt() -> int:
-    """Print that Ctrl-C stopped the command; returns the exit code."""
-    print("stopped", file=sys.stderr)
+def report_interrupt(arguments: list[str]) -> int:
+    """Print that Ctrl-C stopped the command of these arguments; returns the exit code."""
+    print(_describe(arguments), file=sys.stderr)
     return INTERRUPTED
+
+
+def _describe(arguments: list[str]) -> str:
+    resumes = bool(arguments) and arguments[0] in _RESUMING
+    return "stopped; run the same command again to resume" if resumes else "stopped"
 
 
 def was_interrupted(error: BaseException) -> bool:

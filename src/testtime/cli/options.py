@@ -54,7 +54,12 @@ Runs = Annotated[
 
 
 def open_network(
-    checkpoint: str | None, weights: Path | None, classes: Path | None, branch: bool, device: str
+    checkpoint: str | None,
+    weights: Path | None,
+    classes: Path | None,
+    branch: bool,
+    device: str,
+    silent: bool = False,
 ) -> tuple[str, YNet]:
     """Open the network of the options above; returns its name and the network.
 
@@ -64,6 +69,7 @@ def open_network(
         classes: `--classes`.
         branch: Whether a model gets a self-supervised branch.
         device: Where to put it.
+        silent: Do not say which network is used by default.
     """
     from testtime.cli.console import as_bad_arguments, load_network
     from testtime.networks import sources
@@ -72,5 +78,5 @@ def open_network(
     with as_bad_arguments(FileError):
         text = sources.add_options(checkpoint or "", weights, classes)
         if sources.parse_source(text) is None:
-            return load_network(checkpoint, device)
+            return load_network(checkpoint, device, silent)
         return text, sources.open_network(text, branch).to(device)

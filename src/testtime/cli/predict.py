@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from testtime.data import DataError
 
 _TOGETHER = 16  # images per call on GPUs and for methods that need batches
+_UNLIKE = (
+    "unlike the training images: the network may know nothing like it, and its answer may mean nothing. "
+    "It does not notice all such images."
+)
 
 Images = Annotated[list[Path], Argument(help="Image files, or folders of them.", show_default=False)]
 IsOnline = Annotated[bool, Option("--online", help="Carry the adapted network over to the next image.")]
@@ -67,8 +71,12 @@ def predict(
 
     The central square of an image is resized to the network's input size. The
     last column is the change in probability of the class predicted after
-    adaptation. Unreadable image files are reported and left out; the exit code
-    is then 1.
+    adaptation, in percentage points. The seed and the content of a file, not its
+    position, decide the augmentations. Settings that are not given are those that
+    the network's card recommends (see testtime info), and otherwise the paper's.
+    An image that is unlike those the network was trained on is marked; many that
+    show something else are not. Unreadable image files are reported and left out;
+    the exit code is then 1.
 
     Examples:
       testtime predict cat.jpg
@@ -88,7 +96,7 @@ def predict(
     picked = pick_device(device)
     online = online or (method is not None and chosen.mode == "online")
     pictures = predict_files.find_pictures(images)
-    name, net = open_network(checkpoint, weights, classes, chosen.needs_branch, picked)
+    name, net = open_network(checkpoint, weights, classes, chosen.needs_branch, picked, silent=not as_json)
     batched = "batch" in chosen.needs
     together = _TOGETHER if batched or (tuning(torch.device(picked)).waits and not online) else 1
     settings: dict[str, Any] = {"steps": steps, "lr": lr, "copies": copies, "threshold": threshold, "seed": seed}
@@ -100,7 +108,8 @@ def predict(
         unread.append(str(fault))
         echo(f"error: {fault}", err=True)
 
-    answers = predict_files.predict(adapter, net.card, pictures, together, skip, net.channels)
+    usual = None if net.statistics is None else net.statistics.about
+    answers = predict_files.predict(adapter, net.card, pictures, together, skip, net.channels, usual)
     if as_json:
         found = []
         with progress("pictures") as report:
@@ -109,7 +118,12 @@ def predict(
                 report(len(found) + len(unread), len(pictures), "")
         typer.echo(json.dumps({"network": name, "answers": found, "unread": unread}, indent=1))
     else:
+        echo(predict_files.format_classes(name, net.card.classes), err=True)
+        unlike = 0
         for answer in answers:
             echo(predict_files.format_answer(answer))
+            unlike += answer.familiar is False
+        if unlike:
+            echo(f"{unlike} of {len(pictures) - len(unread)}: {_UNLIKE}", err=True)
     if unread:
         raise typer.Exit(1)

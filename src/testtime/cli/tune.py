@@ -130,7 +130,7 @@ def tune(
     with as_bad_arguments(FileError):
         network = add_options(checkpoint, weights, classes)
         plan = tune.make_tuning_plan(network, tune.make_grid(method, mode, values, **same), **sets)
-    with progress("views") as report:
+    with progress("tune", percent=True) as report:
         run = evaluation.run_plan(plan, out, device=picked, command=format_command(context), jobs=jobs, progress=report)
     choice = tune.choose(plan, run)
     echo(*tune.format_choice(choice), f"{tune.write_choice(out, choice)}: written")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor
 from testtime.corruptions.filters import box_filter, box_taps, smooth
 from testtime.corruptions.strips import by_strips, skip, split_rows
 from testtime.randomness import Draws
+from testtime.threads import count_cpus
 
 # fraction of the contrast that remains
 CONTRAST = {"cifar": (0.75, 0.5, 0.4, 0.3, 0.15), "imagenet": (0.4, 0.3, 0.2, 0.1, 0.05)}
@@ -185,7 +185,7 @@ _THREADED_VALUES = 1 << 14
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = count_cpus()
     return ThreadPoolExecutor(max(1, min(16, count)), thread_name_prefix="jpeg")
 
 

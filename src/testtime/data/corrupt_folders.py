@@ -36,6 +36,7 @@ from testtime.data.frost import read_frost
 from testtime.data.pictures import read_size
 from testtime.progress import Progress
 from testtime.storage import FileError, PathLike, error_text
+from testtime.threads import count_cpus
 
 # Pictures read at once: enough for threads and batches, few enough for large photographs to fit in memory.
 _WINDOW, _WINDOW_PIXELS = 16, 1 << 24
@@ -250,7 +251,7 @@ def _corrupt_pictures(work: _Work, jobs: list[tuple[str, int, Path]], progress: 
     if progress is not None:
         progress(done, total, "")
     wanted = (number for number in range(len(work.pictures)) if any(mask[number] for mask in missing))
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(8, count_cpus())) as threads:
         for window in work.windows(wanted):
             with name_in_memory_errors(work.source / work.pictures[window[0]]):
                 images = dict(zip(window, threads.map(work.read, window), strict=True))

@@ -30,6 +30,7 @@ from torch import Tensor
 from testtime.corruptions.registry import PIXEL_LIMIT
 from testtime.data.sets import DataError, convert_file_errors
 from testtime.storage import check_file, error_text
+from testtime.threads import count_cpus
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 """Suffixes of picture files, in lower case."""
@@ -151,7 +152,7 @@ def fit_pictures(
             faults[position] = error
             out[position] = 0
 
-    count = min(threads or min(os.cpu_count() or 1, 32), len(paths))
+    count = min(threads or min(count_cpus(), 32), len(paths))
     if count > 1:
         with ThreadPoolExecutor(count) as pool:
             for _ in pool.map(fit, range(len(paths))):

@@ -71,8 +71,8 @@ def diagnose(
     """Estimate from unlabelled images whether adapting to them is likely to help.
 
     Sets with more than `limit` images are subsampled at even intervals. The trial learns online from some of them, in
-    random order (unless the set's order is fixed), from the four rotations of each, without crops: it measures whether
-    the task can be learned on this data.
+    random order (unless the set's order is fixed), for rotation from all four of each, without crops: it measures
+    whether the task can be learned on this data.
 
     Args:
         net: A jointly trained network; it is not modified.
@@ -127,6 +127,8 @@ def diagnose(
         "balance": found.balance,
         "true_agreement": found.true_agreement,
         "trial": stream,
+        "task": task.name,
+        "chance": task.chance,
     }
     unjudged = Diagnosis(**about, verdict=Verdict("unclear", "", ()))
     return Diagnosis(**about, verdict=judge(unjudged, find_guessing(task)))

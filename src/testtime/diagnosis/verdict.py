@@ -118,11 +118,13 @@ class Verdict:
         kind: `helps`, `hurts`, `little to gain`, `untrained`, `trivial`, `ill-defined` or `unclear`.
         headline: The conclusion in a sentence.
         reasons: The evidence, one sentence each.
+        advice: What to do next.
     """
 
     kind: Kind
     headline: str
     reasons: tuple[str, ...]
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class Diagnosis:
     Attributes:
         name: The set.
         images: Number of images inspected.
-        task_error: Fraction of views whose rotation the self-supervised branch predicts wrongly.
+        task_error: Fraction of views on which the self-supervised branch is wrong.
         task_loss: Its loss.
         reference: The same on the training data; None if not known.
         drift: Increase of the task's loss from the beginning to the end of the stream.
@@ -147,6 +149,8 @@ class Diagnosis:
         true_agreement: Agreement with the true labels; None without labels.
         trial: The trial of online learning.
         verdict: The conclusion.
+        task: Name of the self-supervised task.
+        chance: The task's error at chance level.
     """
 
     name: str
@@ -166,10 +170,12 @@ class Diagnosis:
     true_agreement: Agreement | None
     trial: Trial
     verdict: Verdict
+    task: str = "rotation"
+    chance: float = 0.75
 
     def describe(self) -> dict[str, Any]:
         """Return the diagnosis as JSON-serializable data."""
-        return to_plain(asdict(self)) | {"facts": list_facts(self)}
+        return to_plain(asdict(self)) | {"facts": list_facts(self), "plain": list_plain_facts(self)}
 
 
 def judge(found: Diagnosis, guessing: float) -> Verdict:
@@ -196,9 +202,11 @@ def judge(found: Diagnosis, guessing: float) -> Verdict:
         verdict = rule(found, guessing)
         if verdict is not None:
             return verdict
-    reasons = [_format_agreement(found), _format_trial(found)]
     return Verdict(
-        "unclear", "It is unclear whether adaptation helps: the evidence is not significant.", tuple(reasons)
+        "unclear",
+        "Unsure: the evidence that adaptation helps here is not significant.",
+        (_format_task(found), _format_agreement(found), _format_trial(found)),
+        "Diagnose more images (--limit 2000 --trial 1000), or label some of them and compare with testtime eval.",
     )
 
 
@@ -207,18 +215,19 @@ def _untrained(found: Diagnosis, guessing: float) -> Verdict | None:
     if known is None:
         return None
     if known.task_error is None:
-        is_lost, measured = known.task_loss >= _GUESSING * guessing, f"loss {known.task_loss:.2f} in rotation"
+        is_lost, measured = known.task_loss >= _GUESSING * guessing, f"loss {known.task_loss:.2f}"
     else:
-        is_lost, measured = known.task_error >= _LOST, f"{known.task_error:.1%} rotation error"
+        is_lost, measured = known.task_error >= _LOST, f"{known.task_error:.1%} error"
     if not is_lost:
         return None
     return Verdict(
         "untrained",
-        f"The branch is not trained: {measured} on its training data.",
+        f"Untrained branch: {measured} in its task ({found.task}) even on the training data.",
         (
-            f"Measured on: {printable(known.source)}; chance is 75%, a loss of {guessing:.2f}.",
-            "Train it, or train it longer; that needs no labels: testtime fit-branch, or tt.fit_branch.",
+            f"Measured on: {printable(known.source)}; chance is {found.chance:.0%}, a loss of {guessing:.2f}.",
+            _format_task(found),
         ),
+        "Train the branch, or train it longer; that needs no labels: testtime fit-branch, or tt.fit_branch.",
     )
 
 
@@ -226,7 +235,7 @@ def _ill_defined(found: Diagnosis, guessing: float) -> Verdict | None:
     if found.trial.loss.value < _GUESSING * guessing or found.task_error.value < _LOST:
         return None
     reasons = [
-        f"The task's error is {_percent(found.task_error)}; 75% is chance.",
+        f"The task's error is {_percent(found.task_error)}; {found.chance:.0%} is chance.",
         f"After learning from {found.trial.images} images its loss on new ones is {_number(found.trial.loss)}; "
         f"guessing gives {guessing:.2f}.",
     ]
@@ -235,10 +244,20 @@ def _ill_defined(found: Diagnosis, guessing: float) -> Verdict | None:
             f"The network distinguishes the rotations of {found.consistent:.0%} of the images, but predicts only "
             f"{found.upright:.0%} of them as upright: their orientations vary."
         )
-    return Verdict("ill-defined", "Rotation is ill-defined on this data: it cannot be learned.", tuple(reasons))
+    if found.reference is None:
+        reasons.append("Whether the branch can solve the task on its training data is not known; --reference tells.")
+    return Verdict(
+        "ill-defined",
+        f"Ill-defined task: {found.task} is at chance level on these images, and cannot be learned from them.",
+        tuple(reasons),
+        "Do not adapt with this task. Try a method that needs none (testtime methods), or train a branch for another "
+        "task on images like these.",
+    )
 
 
 def _trivial(found: Diagnosis, guessing: float) -> Verdict | None:
+    if found.task != "rotation":  # the hints are of rotations
+        return None
     known = None if found.reference is None else found.reference.hints
     usual = (0.0,) * 4 if known is None else known.margins
     excess = [margin - other for margin, other in zip(found.hints.margins, usual, strict=True)]
@@ -258,8 +277,9 @@ def _trivial(found: Diagnosis, guessing: float) -> Verdict | None:
         reasons.append(f"On the training data: {_margins(known)}; error from the border alone {known.border:.0%}.")
     return Verdict(
         "trivial",
-        "Rotation is trivial on this data: the borders reveal it, so learning it may not teach anything.",
+        "Too easy: margins or borders reveal the rotation, so that learning it may not teach anything.",
         (*reasons, _format_trial(found)),
+        "Crop the margins, frames and stamps that all images share, and diagnose again.",
     )
 
 
@@ -269,7 +289,11 @@ def _little(found: Diagnosis, guessing: float) -> Verdict | None:
         return None
     reasons = (_format_task(found), _format_agreement(found))
     return Verdict(
-        "little to gain", "There is little to gain: the task is about as easy as on the training data.", reasons
+        "little to gain",
+        "Nothing to gain: the task is about as easy as on the training data.",
+        reasons,
+        "Leave the network as it is, and diagnose again when the images change. If it makes more mistakes than in "
+        "training, the reason is one that this task does not see.",
     )
 
 
@@ -280,8 +304,10 @@ def _hurts(found: Diagnosis, guessing: float) -> Verdict | None:
     cause = "the gradients of the two tasks disagree" if disagree else "the guard rolls back too many updates"
     return Verdict(
         "hurts",
-        f"Adaptation is unlikely to help and may hurt: {cause}.",
-        (_format_agreement(found), _format_trial(found)),
+        f"May hurt: {cause}.",
+        (_format_task(found), _format_agreement(found), _format_trial(found)),
+        "Do not adapt with this task, or only after a comparison on labelled images (testtime eval); a smaller "
+        "learning rate, or another method (testtime methods), may be safer.",
     )
 
 
@@ -292,7 +318,10 @@ def _helps(found: Diagnosis, guessing: float) -> Verdict | None:
     if found.drift.low > 0:
         reasons.append(f"The task's loss rises by {_number(found.drift)} along the stream: later images are harder.")
     return Verdict(
-        "helps", "Online adaptation is likely to help: the gradients of the two tasks agree.", tuple(reasons)
+        "helps",
+        "Likely to help: what the task teaches on these images is also good for the classes.",
+        tuple(reasons),
+        "Adapt online, and compare on a few labelled images if there are any: testtime eval, or tt.Online(net).",
     )
 
 
@@ -309,7 +338,8 @@ def format_diagnosis(found: Diagnosis) -> str:
     """Format a diagnosis as lines of text."""
     head = f"{printable(found.name)}, {found.images:,} images\n{found.verdict.headline}"
     reasons = "".join(f"\n  – {reason}" for reason in found.verdict.reasons)
-    return head + reasons + "".join(f"\n  {name:<12}{text}" for name, text in list_facts(found).items())
+    advice = f"\nNext: {found.verdict.advice}" if found.verdict.advice else ""
+    return head + reasons + advice + "".join(f"\n  {name:<12}{text}" for name, text in list_facts(found).items())
 
 
 def list_facts(found: Diagnosis) -> dict[str, str]:
@@ -347,6 +377,27 @@ def list_facts(found: Diagnosis) -> dict[str, str]:
             f"{trial.error_before:.1%} → {trial.error_after:.1%}"
         )
     return lines
+
+
+def list_plain_facts(found: Diagnosis) -> list[str]:
+    """Return three facts for a reader who does not know the method."""
+    known, trial = found.reference, found.trial
+    usual = ""
+    if known is not None and known.task_error is not None:
+        usual = f", and {1 - known.task_error:.0%} on the images it was trained on"
+    direction = {
+        1: "What the task teaches here is also good for the classes",
+        0: "Whether what the task teaches here is good for the classes cannot be told",
+        -1: "What the task teaches here is bad for the classes",
+    }[_direction(found)]
+    moved = "easier" if trial.fall.low > 0 else "harder" if trial.fall.high < 0 else "neither easier nor harder"
+    undone = f"; {trial.rolled_back:.0%} of the updates were undone" if trial.rolled_back else ""
+    return [
+        f"The network solves its task without labels ({found.task}) on {1 - found.task_error.value:.0%} of the views "
+        f"of these images{usual}; guessing solves {1 - found.chance:.0%}.",
+        f"{direction}, judged by the gradients of the two tasks.",
+        f"While the network learned from {trial.images} images one after another, new ones became {moved}{undone}.",
+    ]
 
 
 def _format_task(found: Diagnosis) -> str:

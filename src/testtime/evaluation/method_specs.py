@@ -198,14 +198,18 @@ class MethodSpec:
         given = {"steps": 0, **self.settings} if self.mode == "fixed" else spec._arguments(0)
         return find_method(self.method).make_settings(self.mode, given)
 
-    def _arguments(self, seed: int) -> dict[str, Any]:
-        given = {"seed": seed, **self.settings}
+    def make_arguments(self) -> dict[str, Any]:
+        """Return the settings as arguments of an adapter."""
+        given = dict(self.settings)
         for name, make in (("task", tasks.make), ("augment", augmentations.make)):
             if name in given:
                 given[name] = make(given[name])
         if is_table(given.get("guard")):
             given["guard"] = Guard(**given["guard"])
         return given
+
+    def _arguments(self, seed: int) -> dict[str, Any]:
+        return {"seed": seed, **self.make_arguments()}
 
 
 def _is_pair(value: Any) -> bool:

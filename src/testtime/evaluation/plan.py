@@ -29,6 +29,7 @@ from testtime.evaluation.method_specs import (
     read_method,
 )
 from testtime.evaluation.protocols import Protocol, name_streams, read_protocol
+from testtime.evaluation.recommended import use_recommended
 from testtime.evaluation.study import (
     FLAG,
     LIMIT,
@@ -202,6 +203,7 @@ def make_plan(
     data_root: str | Path | None = None,
     on_bad_image: datasets.OnBad = "fail",
     protocol: str | Mapping[str, Any] | None = None,
+    recommended: bool = False,
     **overrides: Sequence[str] | None,
 ) -> Plan:
     """Make a plan from arguments; those that are None are taken from the study.
@@ -227,6 +229,7 @@ def make_plan(
         on_bad_image: What to do about an unreadable image: "fail" or "skip".
         protocol: A name, or a table such as `{"name": "continual", "order": 3, "batch": 64}`, see `Protocol`; without a
             name, arguments for the study's protocol.
+        recommended: Whether methods that are not a study's use the settings that the network's card recommends.
         **overrides: For `steps`, `lr`, `copies`, `threshold` and `precision`, strings such as "0.01" (every method that
             learns) or "online=0.01" (one method).
 
@@ -238,7 +241,10 @@ def make_plan(
     if not wanted:
         raise ValueError("No test sets: pass --data, e.g. --data cifar10-c, or a study with --matrix.")
     files = _name_files(checkpoint, baseline, networks or {})
-    chosen = override(_choose_methods(found.get("methods"), files, list(networks or ()), methods), overrides)
+    chosen = _choose_methods(found.get("methods"), files, list(networks or ()), methods)
+    if recommended and "methods" not in found:
+        chosen = use_recommended(chosen, files)
+    chosen = override(chosen, overrides)
     used = {method.network for method in chosen}
     presented = read_protocol(protocol, found.get("protocol"))
     usual = not presented.joins or presented.name == "clean"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +12,20 @@ import torch
 from torch import Tensor
 
 from testtime.adaptation.adapters import Adapter, Episodic, Online
+from testtime.adaptation.objectives import SelfSupervision
+from testtime.adaptation.prediction import Prediction
 from testtime.checks import is_number
 from testtime.data.pictures import SUFFIXES, fit_picture, to_gray
 from testtime.data.sets import DataError
+from testtime.evaluation.method_specs import MethodSpec
+from testtime.evaluation.recommended import find_recommended
 from testtime.networks import checkpoint
 from testtime.networks.card import Card, CheckpointError
 from testtime.networks.ynet import YNet
 from testtime.storage import error_text, printable
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_SHOWN = 20  # classes that are listed
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class Answer:
         task_loss_after: The task's loss after adaptation.
         adapted: Whether the network learned from the image.
         rolled_back: Whether the update was rolled back.
+        familiar: Whether the image resembles the training images, by its energy and the loss of
+            the network's self-supervised task before adaptation; None if the network has no statistics.
     """
 
     image: str
@@ -51,6 +59,7 @@ class Answer:
     task_loss_after: float
     adapted: bool
     rolled_back: bool
+    familiar: bool | None = None
 
 
 def default_network() -> str:
@@ -119,8 +128,11 @@ def predict(
     together: int = 1,
     skip: Callable[[DataError], None] | None = None,
     channels: int | None = None,
+    usual: Mapping[str, Any] | None = None,
 ) -> Iterator[Answer]:
     """Load image files, adapt to each and predict.
+
+    Augmentations are seeded by the content of an image, so that its answer does not depend on its position.
 
     Args:
         adapter: The adapter.
@@ -129,6 +141,7 @@ def predict(
         together: Images per call of the adapter.
         skip: Called with the error of each unreadable image, which is skipped; None raises it.
         channels: As for `load_image`.
+        usual: What images like the training images have, `about` of `Statistics`; to tell which images are familiar.
 
     Yields:
         One answer per image, in order.
@@ -141,7 +154,9 @@ def predict(
         shown = [(file, image) for file, image in read if image is not None]
         if not shown:
             continue
-        prediction = adapter.predict(torch.stack([image for _, image in shown]))
+        images = torch.stack([image for _, image in shown])
+        prediction = adapter.predict(images, torch.tensor([hash_content(image) for image in images], device="cpu"))
+        familiar = _find_familiar(adapter, prediction, usual or {})
         before, after = prediction.logits_before.softmax(-1).cpu(), prediction.logits.softmax(-1).cpu()
         names = card.classes or tuple(str(number) for number in range(after.shape[1]))
         if len(names) != after.shape[1]:
@@ -160,7 +175,25 @@ def predict(
                 task_loss_after=float(prediction.loss_after[row]),
                 adapted=bool(prediction.adapted[row]),
                 rolled_back=bool(prediction.rolled_back[row]),
+                familiar=None if familiar is None else bool(familiar[row]),
             )
+
+
+def hash_content(image: Tensor) -> int:
+    """Return a sample number that depends on the pixels of an image alone."""
+    return int.from_bytes(hashlib.sha256(image.numpy().tobytes()).digest()[:7], "big")
+
+
+def _find_familiar(adapter: Adapter, prediction: Prediction, usual: Mapping[str, Any]) -> Tensor | None:
+    """Return which images `(N,)` resemble those that the network was trained on; None if it is not known."""
+    energy: Any = usual.get("energy")
+    loss: Any = usual.get("task_loss")
+    if not is_number(energy):
+        return None
+    familiar = prediction.logits_before.float().logsumexp(-1) >= energy
+    if adapter.method.objective is SelfSupervision and is_number(loss):
+        familiar &= prediction.loss_before <= loss
+    return familiar
 
 
 def _try_to_fit(
@@ -177,12 +210,25 @@ def _try_to_fit(
 
 def format_answer(answer: Answer) -> str:
     """Format an answer as one line."""
-    notes = "" if answer.adapted else "  (rolled back)" if answer.rolled_back else "  (not adapted)"
+    notes = [] if answer.adapted else ["rolled back" if answer.rolled_back else "not adapted"]
+    notes += ["unlike the training images"] if answer.familiar is False else []
     image, before, after = map(printable, (answer.image, answer.before, answer.after))
-    return (
-        f"{image}  {before} {answer.before_probability:.1%} → "
-        f"{after} {answer.after_probability:.1%}  {answer.change:+.1%}{notes}"
-    )
+    text = f"{image}  {before} {answer.before_probability:.1%} → {after} {answer.after_probability:.1%}"
+    return f"{text}  {format_points(answer.change)}" + (f"  ({', '.join(notes)})" if notes else "")
+
+
+def format_points(change: float) -> str:
+    """Format a difference of probabilities in percentage points; zero is positive."""
+    return f"{round(100 * change, 1) + 0.0:+.1f} points"
+
+
+def format_classes(name: str, classes: Sequence[str]) -> str:
+    """Say in one line which network answers, and which classes it knows."""
+    if not classes:
+        return f"network: {printable(name)}; its classes have no names"
+    shown = ", ".join(map(printable, classes[:_SHOWN]))
+    more = f", … ({len(classes)} in all)" if len(classes) > _SHOWN else ""
+    return f"network: {printable(name)}; every answer is one of its classes: {shown}{more}"
 
 
 def summarise(source: str | Path) -> dict[str, Any]:
@@ -240,9 +286,16 @@ def _table(value: Any) -> dict[str, Any]:
 
 
 def prepare_adapter(net: YNet, online: bool = False, parallel: int = 1, **settings: Any) -> Adapter:
-    """Return an `Episodic` or `Online` adapter; settings that are None are left at their defaults."""
+    """Return an `Episodic` or `Online` adapter.
+
+    Settings that are None are those that the network's card recommends, or else the method's.
+    """
     given = {name: value for name, value in settings.items() if value is not None}
-    return Online(net, **given) if online else Episodic(net, parallel=parallel, **given)
+    name, mode = given.pop("method", "ttt"), "online" if online else "episodic"
+    # As a specification, which checks names and types: a card is not trusted.
+    spec = MethodSpec(name, mode, settings=find_recommended(net.card.settings, name, mode), method=name)
+    own = {"method": name, **spec.make_arguments(), **given}
+    return Online(net, **own) if online else Episodic(net, parallel=parallel, **own)
 
 
 def format_summary(summary: dict[str, Any]) -> str:

@@ -59,7 +59,7 @@ class Meter:
         """
         cost = self.plan.method(units[0].method).cost
         total = sum(self.facts[unit.set_name].count for unit in units)
-        title = units[0].title if len(units) == 1 else f"{units[0].method} on {len(units)} sets, seed {units[0].seed}"
+        title = units[0].title if len(units) == 1 else f"{units[0].method} on {len(units)} sets"
         labelled = all(self.facts[unit.set_name].labelled for unit in units)
         begin, done, wrong = time.monotonic() - seconds, 0, 0
 
@@ -70,8 +70,8 @@ class Meter:
             with self._lock:
                 self.done += cost * images
                 self.show(
-                    f"unit {self.finished + 1}/{len(self.units)} {title}: {done:,}/{total:,} images, {rate:,.3g}/s, "
-                    f"{(total - done) / rate:,.0f} s left" + (f", error {wrong / done:.1%}" if labelled else "")
+                    f"{self.finished + 1}/{len(self.units)} {title}: {done:,}/{total:,} images, {rate:,.3g}/s"
+                    + (f", error {wrong / done:.1%}" if labelled else "")
                 )
 
         return advance

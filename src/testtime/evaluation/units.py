@@ -333,18 +333,42 @@ def read_unit(path: Path) -> tuple[Unit, Columns]:
 
 
 def format_run(run: Run) -> str:
-    """Format a run as one line per method: units, mean error and time."""
+    """Format a run as one line per method: the mean error over the shifted sets, as in reports, and on the others."""
+    methods = list(dict.fromkeys(unit.method for unit in run.units))
+    width = max(map(len, methods), default=0)
     lines = []
-    for method in dict.fromkeys(unit.method for unit in run.units):
+    for method in methods:
         own = [unit for unit in run.units if unit.method == method]
-        counts = [unit.about["counts"] for unit in own]
-        errors = [1 - count["is_right"] / count["labelled"] for count in counts if count["labelled"]]
-        mean = f"mean error {sum(errors) / len(errors):.2%}" if errors else "no labels"
-        images = sum(count["images"] for count in counts)
-        lines.append(
-            f"{method:<12} {len(own):>4} units  {mean:<18}  {images:,} images in {sum(u.seconds for u in own):.1f} s"
-        )
+        images = sum(unit.about["counts"]["images"] for unit in own)
+        seconds = sum(unit.seconds for unit in own)
+        lines.append(f"{method:<{width}}  {_format_errors(own)}; {images:,} images in {seconds:.1f} s")
     return "\n".join(lines)
+
+
+def _format_errors(units: Sequence[Unit]) -> str:
+    """Format the errors of one method."""
+    groups: dict[bool, dict[str, list[float]]] = {True: {}, False: {}}
+    for unit in units:
+        count = unit.about["counts"]
+        if count["labelled"]:
+            error = 1 - count["is_right"] / count["labelled"]
+            groups[unit.corruption is not None].setdefault(unit.set_name, []).append(error)
+    shifted, others = groups[True], groups[False]
+    parts = []
+    if shifted:
+        parts.append(f"{_mean(shifted):6.2%} on {_count(shifted, 'shifted set')}")
+    if others:
+        parts.append(f"{_mean(others):6.2%} on {'the original' if shifted else _count(others, 'set')}")
+    return f"error {', '.join(parts)}" if parts else "no labels"
+
+
+def _mean(errors: Mapping[str, Sequence[float]]) -> float:
+    found = [error for each in errors.values() for error in each]
+    return sum(found) / len(found)
+
+
+def _count(errors: Mapping[str, Any], noun: str) -> str:
+    return next(iter(errors)) if len(errors) == 1 else f"{len(errors)} {noun}s (mean)"
 
 
 def _hash(about: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> str:

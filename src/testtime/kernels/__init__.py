@@ -145,6 +145,20 @@ def enabled() -> bool:
     return os.environ.get("TESTTIME_KERNELS", "").lower() not in ("off", "0", "false", "no")
 
 
+def describe(device: torch.device) -> dict[str, str]:
+    """Say which kernels are used on a device, and why not; on a CPU this may compile them."""
+    compiler = importlib.import_module("testtime.kernels.cpu.build").find_compiler()
+    found = {"compiler": "none found (c++, g++, clang++ or $CXX)" if compiler is None else os.path.basename(compiler)}
+    if not enabled():
+        return found | {"kernels": "off: TESTTIME_KERNELS is set to off"}
+    if device.type == "cuda":
+        return found | {"kernels": "Triton and CUDA" if _has_triton() else "plain torch: Triton is not installed"}
+    if device.type != "cpu":
+        return found | {"kernels": f"plain torch: none for {device.type}"}
+    reason = "plain torch: " + ("they cannot be compiled" if compiler else "without a compiler they cannot be made")
+    return found | {"kernels": "C++, compiled on this machine" if _has_compiler() else reason}
+
+
 @functools.cache
 def _load(code: str) -> Callable[..., Any]:
     module, _, function = code.partition(":")

@@ -105,7 +105,7 @@ class Statistics:
         means: Name of a normalisation layer → mean of its output per channel `(C,)`, before any fused ReLU; "features"
             → mean of the input `(D,)` of the classifier's last linear layer.
         variances: The variances of the same, over images and positions.
-        about: The record: `images`, `set`, `hash`, `seed`; plain JSON.
+        about: The record: `images`, `set`, `hash`, `seed`, `energy`, `task`, `task_loss`; plain JSON.
 
     Raises:
         ValueError: A value is of the wrong type or shape, not finite, or negative where it cannot be.

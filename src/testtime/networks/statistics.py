@@ -30,6 +30,8 @@ from testtime.precision import arithmetic
 from testtime.progress import Progress
 from testtime.randomness import Draws
 
+RARE = 0.01
+"""Fraction of the images that have less than the recorded `energy`, or more than the recorded `task_loss`."""
 _SEED = 0
 _CHUNK = 64
 _VALUES = 1 << 27  # gradients of a chunk of images
@@ -40,9 +42,11 @@ def collect(net: YNet, images: Tensor | TestSet, *, count: int = 2000, progress:
 
     These are the diagonal of the empirical Fisher information of encoder and classifier, i.e. the mean over images of
     the squared gradient of the cross-entropy to the predicted class; and mean and variance, per channel, of the output
-    of each normalisation layer (before a fused ReLU) and of the input of the last linear layer. If there is a
-    self-supervised branch, `about` also has the mean loss of its task, on augmented copies and on plain images. The
-    network is in evaluation mode for this; its weights, buffers and mode are not changed.
+    of each normalisation layer (before a fused ReLU) and of the input of the last linear layer. `about` also has the
+    `energy`, the log of the sum of the exponentials of the logits (Liu et al. 2020), that 1% of the images fall below;
+    and, if there is a self-supervised branch, the mean loss of its `task` on augmented copies and on plain images, and
+    the `task_loss` that 1% of the plain images exceed. Images beyond these are unlike them. The network is in
+    evaluation mode for this; its weights, buffers and mode are not changed.
 
     Args:
         net: The network.
@@ -69,29 +73,34 @@ def collect(net: YNet, images: Tensor | TestSet, *, count: int = 2000, progress:
         squares = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in parameters.items()}
         moments: dict[str, _Moments] = {}
         losses: dict[str, list[Tensor]] = {}
-        digest = hashlib.sha256()
+        digest, energies = hashlib.sha256(), []
         size = max(1, min(_CHUNK, _VALUES // max(1, sum(tensor.numel() for tensor in parameters.values()))))
         done = 0
         for numbers in chosen.split(size):
             chunk = images.images(numbers) if isinstance(images, TestSet) else images[numbers.to(images.device)]
             digest.update(chunk.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
             chunk = chunk.detach().to(device)
-            _add_moments(model, chunk, moments)
+            energies.append(_add_moments(model, chunk, moments).float().logsumexp(1).cpu())
             for kind, values in (measure_task(model, chunk, Draws.of(_SEED, numbers.to(device))) or {}).items():
-                losses.setdefault(kind, []).append(values.double())
+                losses.setdefault(kind, []).append(values.double().cpu())
             for name, gradients in _find_gradients(model, parameters, chunk).items():
                 squares[name] += gradients.float().square().sum(0)
             done += len(chunk)
             if progress is not None:
                 progress(done, len(chosen), "statistics")
         name = images.name if isinstance(images, TestSet) else None
-        task = {kind: float(torch.cat(values).mean()) for kind, values in losses.items()}
         net.statistics = Statistics(
             fisher={name: tensor / done for name, tensor in squares.items()},
             means={name: one.mean for name, one in moments.items()},
             variances={name: one.squares / one.count for name, one in moments.items()},
-            about={"images": done, "set": name, "hash": digest.hexdigest()[:16], "seed": _SEED}
-            | ({"task": task} if task else {}),
+            about={
+                "images": done,
+                "set": name,
+                "hash": digest.hexdigest()[:16],
+                "seed": _SEED,
+                "energy": round(float(torch.cat(energies).quantile(RARE)), 4),
+                **_describe_losses({kind: torch.cat(values) for kind, values in losses.items()}),
+            },
         )
     return net
 
@@ -139,6 +148,14 @@ def _find_gradients(model: YNet, parameters: dict[str, Tensor], images: Tensor) 
     return vmap(grad(loss), in_dims=(None, 0))(parameters, images)
 
 
+def _describe_losses(losses: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the entries of the record about the task's losses, `(N,)` each, of copies and of plain images."""
+    if not losses:
+        return {}
+    means = {kind: float(values.mean()) for kind, values in losses.items()}
+    return {"task": means, "task_loss": round(float(losses["plain"].quantile(1 - RARE)), 4)}
+
+
 class _Moments:
     """Mean and sum of squared deviations per channel, of values that come in batches (Chan et al. 1979)."""
 
@@ -158,8 +175,8 @@ class _Moments:
 
 
 @torch.no_grad()
-def _add_moments(model: YNet, images: Tensor, moments: dict[str, _Moments]) -> None:
-    """Run the network and add the activations of its layers to their moments."""
+def _add_moments(model: YNet, images: Tensor, moments: dict[str, _Moments]) -> Tensor:
+    """Run the network and add the activations of its layers to their moments; returns its logits."""
     features: list[Tensor] = []
 
     def add(name: str, values: Tensor, axis: int) -> None:
@@ -182,13 +199,14 @@ def _add_moments(model: YNet, images: Tensor, moments: dict[str, _Moments]) -> N
         for layer in _list_linear(model):
             stack.callback(layer.register_forward_pre_hook(store).remove)
         try:
-            model(images)
+            logits: Tensor = model(images)
         except RuntimeError as error:
             raise ValueError(
                 f"The network does not accept images of shape {tuple(images.shape[1:])}: {error}"
             ) from None
     if features:
         add(FEATURES, features[0], -1)  # of the linear layer that was called last
+    return logits
 
 
 def _list_parameters(net: YNet) -> dict[str, Tensor]:

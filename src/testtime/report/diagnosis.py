@@ -50,7 +50,9 @@ _ENTRY: dict[str, Kind] = {
     "facts": _TEXTS,
     "agreement": ("a table or null", lambda value: value is None or is_table(value)),
 }
-_VERDICT: dict[str, Kind] = {"kind": _TEXT, "headline": _TEXT, "reasons": ("strings", is_list_of(is_text))}
+_TEXT_LIST: Kind = ("strings", is_list_of(is_text))
+_VERDICT: dict[str, Kind] = {"kind": _TEXT, "headline": _TEXT, "reasons": _TEXT_LIST}
+_LATER: dict[str, Kind] = {"plain": _TEXT_LIST, "advice": _TEXT}  # documents of version 0.1 do not have them
 _AGREEMENT: dict[str, Kind] = {
     "cosine": ("a number", is_number),
     "cosine_error": ("a number or null", lambda value: value is None or is_number(value)),
@@ -59,11 +61,13 @@ _AGREEMENT: dict[str, Kind] = {
 
 
 def read_diagnoses(path: str | Path) -> dict[str, Any]:
-    """The document that `testtime diagnose` wrote.
+    """The document that `testtime diagnose` wrote, given its path or that of its folder.
 
     Raises:
         DiagnosisError: It is not there, or no such document.
     """
+    if Path(path).is_dir():
+        path = Path(path) / "diagnosis.json"
     try:
         found = read_json(path, 1 << 26)
         check_table(found)
@@ -71,6 +75,7 @@ def read_diagnoses(path: str | Path) -> dict[str, Any]:
         for entry in found["diagnoses"]:
             check_entries(entry, _ENTRY, list(_ENTRY))
             check_entries(entry["verdict"], _VERDICT, list(_VERDICT))
+            check_entries(entry | entry["verdict"], _LATER)
             if entry["agreement"] is not None:
                 check_entries(entry["agreement"], _AGREEMENT, list(_AGREEMENT))
     except FileError as error:
@@ -84,9 +89,18 @@ def read_diagnoses(path: str | Path) -> dict[str, Any]:
 def as_sections(document: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     """Return a title and paragraphs for each diagnosis, for a run's page."""
     return [
-        (f"Diagnosis of {entry['name']}", [entry["verdict"]["headline"], " ".join(entry["verdict"]["reasons"])])
+        (f"Diagnosis of {entry['name']}", [entry["verdict"]["headline"], " ".join(_list_facts(entry)), *_advise(entry)])
         for entry in document["diagnoses"]
     ]
+
+
+def _list_facts(entry: Mapping[str, Any]) -> list[str]:
+    return list(entry.get("plain") or entry["verdict"]["reasons"])[:3]
+
+
+def _advise(entry: Mapping[str, Any]) -> list[str]:
+    advice = entry["verdict"].get("advice")
+    return [f"Next: {advice}"] if advice else []
 
 
 def write_page(document: Mapping[str, Any], out: str | Path) -> Path:
@@ -107,7 +121,15 @@ def render_page(document: Mapping[str, Any]) -> str:
     layers = [draw_layers(entry, index) for index, entry in enumerate(entries)]
     return open_template("diagnosis.html").render(
         document=document,
-        entries=list(zip(entries, [None if one is None else Markup(one.svg()) for one in layers], strict=True)),
+        entries=[
+            {
+                **entry,
+                "plain": _list_facts(entry),
+                "advice": " ".join(_advise(entry)),
+                "layers": None if drawing is None else Markup(drawing.svg()),
+            }
+            for entry, drawing in zip(entries, layers, strict=True)
+        ],
         agreement=None if drawing is None else Markup(drawing.svg()),
         headline=_headline(entries),
     )

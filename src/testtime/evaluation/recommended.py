@@ -1,0 +1,77 @@
+"""The settings that a network's card recommends, for commands that were not given any.
+
+Adapters made in Python do not use them: their defaults are the paper's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from testtime.adaptation.methods import Mode
+from testtime.evaluation.method_specs import MethodSpec
+from testtime.networks.card import CheckpointError
+from testtime.networks.checkpoint import find_checkpoint, read_parts
+from testtime.networks.sources import parse_source
+
+
+def find_recommended(settings: Mapping[str, dict[str, Any]], method: str, mode: Mode) -> dict[str, Any]:
+    """Return the settings that a card recommends for a method in a mode; empty if none.
+
+    Args:
+        settings: `Card.settings`. The keys are names of methods; `online` and `episodic` are the method `ttt` in that
+            mode, and override the key `ttt`.
+        method: A name from `METHODS`.
+        mode: The mode; nothing is recommended for `fixed`.
+    """
+    if mode == "fixed":
+        return {}
+    return {**settings.get(method, {}), **(settings.get(mode, {}) if method == "ttt" else {})}
+
+
+def use_recommended(methods: Sequence[MethodSpec], files: Mapping[str, str]) -> list[MethodSpec]:
+    """Return methods with the settings that their networks recommend; settings of their own take precedence.
+
+    Args:
+        methods: The methods.
+        files: The file of each network by its name. Models of other libraries, file names with placeholders and files
+            that do not exist recommend nothing.
+
+    Raises:
+        CheckpointError: A network is damaged, or recommends settings that do not exist.
+    """
+    cards = {name: _read_settings(files[name]) for name in {method.network for method in methods} & files.keys()}
+    changed = []
+    for method in methods:
+        found = find_recommended(cards.get(method.network, {}), method.method, method.mode)
+        try:
+            changed.append(replace(method, settings={**found, **method.settings}))
+        except ValueError as error:
+            fault = f"its card recommends settings that are not valid ({str(error).removesuffix('.')})"
+            raise CheckpointError(files[method.network], fault) from None
+    return changed
+
+
+def format_settings(settings: Mapping[str, Any]) -> str:
+    """Format settings as text, e.g. "steps 2, lr 0.02, task rotation (each all)"."""
+    return ", ".join(f"{name} {_format_value(value)}" for name, value in settings.items())
+
+
+def describe_settings(methods: Sequence[MethodSpec]) -> list[str]:
+    """Return a line for each method whose settings are not the defaults."""
+    return [f"settings of {one.name}: {format_settings(one.settings)}" for one in methods if one.settings]
+
+
+def _format_value(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    rest = ", ".join(f"{key} {inner}" for key, inner in value.items() if key != "name")
+    return f"{value.get('name', '')} ({rest})" if rest else str(value.get("name", ""))
+
+
+def _read_settings(file: str) -> dict[str, dict[str, Any]]:
+    path = find_checkpoint(file)
+    if parse_source(file) is not None or not path.is_file():
+        return {}
+    return read_parts(path)[0].settings
