@@ -10,6 +10,7 @@ import pytest
 from testtime.serve.bodies import split_body
 from testtime.serve.limits import Rates, check_stream_id, check_token
 from testtime.serve.metrics import Metrics
+from testtime.serve.record import StreamRecord
 from testtime.serve.refusal import Refusal
 from testtime.serve.settings import ServeSettings, is_loopback
 from testtime.serve.slots import Slots
@@ -32,6 +33,28 @@ def test_the_least_recently_used_stream_goes_unless_it_is_pinned_or_needed() -> 
     slots.release("unknown")
     assert slots.take("d") == taken[2]
     assert slots.list_resident() == ["b", "a", "d"]
+
+
+def test_a_record_comes_back_and_malformed_ones_do_not() -> None:
+    record = StreamRecord("a")
+    answer = {"class": 1, "before": {"class": 2}, "loss_before": 1.0, "loss_after": 0.5, "confidence": 0.9}
+    for number in range(300):
+        record.count(answer | {"adapted": number % 2 == 0, "rolled_back": number % 2 == 1}, True, None)
+        record.remember(number + 1, {"number": number})
+    assert (record.seen, record.version, record.sample, record.adapted, record.rolled_back) == (300, 300, 300, 150, 150)
+    assert (record.rolled_back_in_row, record.changed, record.unsaved) == (1, 1.0, 300)
+    assert list(record.answers) == [str(number) for number in range(293, 301)]
+    table = record.describe()
+    again = StreamRecord.parse(table)
+    assert again.describe() == table
+    assert (again.saved_sequence, again.unsaved) == (300, 0)
+    record.shrink()
+    assert (record.answers, len(record.history)) == ({}, 32)
+    for name, value in {"version": -1, "id": 3, "loss": "x", "frozen": 1, "answers": [], "sequence": 1.5}.items():
+        with pytest.raises(ValueError, match=name):
+            StreamRecord.parse(table | {name: value})
+        with pytest.raises(ValueError, match=f"`{name}` is missing"):
+            StreamRecord.parse({key: value for key, value in table.items() if key != name})
 
 
 def test_metrics_are_in_the_text_format_of_prometheus() -> None:

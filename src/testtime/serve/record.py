@@ -12,7 +12,7 @@ from testtime.checks import check_entries, is_flag, is_integer, is_number, is_ta
 
 _ANSWERS = 8  # stored for repeated requests
 _RATE = 0.05  # of the moving averages
-_HISTORY = 256
+_HISTORY, _STORED_HISTORY = 256, 32  # points of a resident and of a stored stream
 
 _COUNT = "an integer >= 0", lambda value: is_integer(value, 0)
 _AVERAGE = "a number or null", lambda value: value is None or is_number(value)
@@ -134,6 +134,12 @@ class StreamRecord:
         self.answers[str(sequence)] = answer
         while len(self.answers) > _ANSWERS:
             del self.answers[next(iter(self.answers))]
+
+    def shrink(self) -> None:
+        """Forget what a stream that is not resident does not need in memory."""
+        self.answers = {}
+        while len(self.history) > _STORED_HISTORY:
+            self.history.popleft()
 
 
 def _move(average: float | None, value: float | None) -> float | None:
