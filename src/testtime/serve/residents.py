@@ -169,6 +169,7 @@ class Residents:
         for stream in streams:
             self.slots.release(stream)
             self.records[stream].answers = {}
+            self.records[stream].thumbnails.clear()
             self._events.publish("evicted", stream=stream)
         self._metrics.count("testtime_evictions_total", len(streams))
         self._metrics.observe("testtime_stage_seconds", time.perf_counter() - begin, stage="evict")
