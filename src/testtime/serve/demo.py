@@ -3,8 +3,8 @@
 Test digits arrive in random order, every pass over them in another, and both streams get the same images. The labels
 stay here: the share of wrong answers goes to the live page by `Service.note`, nothing of it over HTTP or to an adapter.
 
-The final light and the settings were chosen on 900 training digits (which the network knows): there the last 150
-images, at a tenth of the light, were wrong at 54% with the original network and at 3% with the adapting one.
+The final light and the settings were chosen on a stream of 900 training digits, which the network knows: of its last
+150, in the final light, the original network got 85% wrong and the adapting one 6%.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 NETWORK = "digits-resnet8-gn-joint"
 FROZEN, ADAPTING = "demo-frozen", "demo-adapting"
 SETTINGS = {"lr": 0.01, "copies": 8}
-LIGHT = 0.1
+LIGHT = 0.05
 """The light that is left in the end."""
 FADE = 600
 """Images until then."""
@@ -38,7 +38,6 @@ PACE = 20.0
 """Images per second of each stream, at most."""
 WINDOW = 100
 """Images that the error is counted over."""
-_NOTE_EVERY = 5  # images
 
 
 def make_method() -> Method:
@@ -87,17 +86,19 @@ class Demo:
     def __init__(self, service: Service, url: str, pace: float = PACE) -> None:
         self._service, self._pace = service, pace
         self._client = Client(url, token=service.settings.token, timeout=20, retries=0)
-        self._stopped = threading.Event()
+        self._stopped, self._threads = threading.Event(), torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="testtime-demo", daemon=True)
         service.about["demo"] = {"frozen": FROZEN, "adapting": ADAPTING, "fade": FADE, "light": LIGHT, "window": WINDOW}
 
     def __enter__(self) -> Demo:
+        torch.set_num_threads(1)  # on so small a network more save little, and on busy cores they cost much
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stopped.set()
         self._thread.join(5)
+        torch.set_num_threads(self._threads)
 
     def _run(self) -> None:
         source = iterate_digits()
@@ -129,7 +130,6 @@ class Demo:
             for name, stream in streams.items():
                 answer = stream.predict(image).answers[0]
                 scores[name].wrong.append(answer.number != label)
-                if number % _NOTE_EVERY == 0:
-                    self._service.note(name, error=scores[name].error, light=find_light(number))
+                self._service.note(name, label=label, error=scores[name].error, light=find_light(number))
             if self._stopped.wait(max(0.0, 1 / self._pace - (time.perf_counter() - begin))):
                 return

@@ -14,6 +14,7 @@ from testtime.serve.thumbnails import LAST, Thumbnail
 _ANSWERS = 8  # stored for repeated requests
 _RATE = 0.05  # of the moving averages
 _HISTORY = 256
+_NOTES = 1500
 _FIRST = 32  # images
 
 _COUNT = "an integer >= 0", lambda value: is_integer(value, 0)
@@ -88,7 +89,7 @@ class StreamRecord:
     saved_revision: int = 0
     restored_version: int | None = None
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY))
-    notes: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    notes: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_NOTES))
     thumbnails: deque[Thumbnail] = field(default_factory=lambda: deque(maxlen=LAST))
 
     @property
