@@ -133,7 +133,10 @@ EXTRAS = {
     "LaTeX": Extra(("tests/extras/test_latex.py",), program="pdflatex", debian="texlive-latex-recommended"),
     "ray": Extra(("tests/extras/test_ray.py",), packages=("ray",), environment={"RAY_USAGE_STATS_ENABLED": "0"}),
     "browser": Extra(
-        ("tests/extras/test_browser.py",), packages=("playwright",), program="chromium", debian="chromium"
+        ("tests/extras/test_browser.py", "tests/extras/test_serve_page.py"),
+        packages=("playwright",),
+        program="chromium",
+        debian="chromium",
     ),
 }
 
