@@ -70,7 +70,7 @@ def open_engine(folder: Path, **given: Any) -> Iterator[tuple[Engine, Batcher]]:
 
 
 def make_service(folder: Path, method: Method = METHOD, **given: Any) -> Service:
-    settings = ServeSettings(folder, **{"slots": 4, "group": 1, "max_wait_ms": 0.0} | given)
+    settings = ServeSettings(folder, **{"slots": 4, "group": 1, "max_wait_ms": 0.0, "port": 0} | given)
     return Service(network(), method, settings, "small")
 
 
@@ -78,7 +78,7 @@ def make_service(folder: Path, method: Method = METHOD, **given: Any) -> Service
 def open_client(folder: Path, **given: Any) -> Iterator[tuple[httpx.Client, Service]]:
     """A service in a thread, and a client of it."""
     service = make_service(folder, **given)
-    listening = listen("127.0.0.1", 0)
+    listening = listen("127.0.0.1", service.settings.port)
     headers = {} if service.settings.token is None else {"Authorization": f"Bearer {service.settings.token}"}
     config = uvicorn.Config(make_app(service), log_level="error", lifespan="on", timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)

@@ -134,7 +134,10 @@ EXTRAS = {
     "ray": Extra(("tests/extras/test_ray.py",), packages=("ray",), environment={"RAY_USAGE_STATS_ENABLED": "0"}),
     "schemathesis": Extra(("tests/extras/test_schemathesis.py",), packages=("schemathesis",)),
     "browser": Extra(
-        ("tests/extras/test_browser.py",), packages=("playwright",), program="chromium", debian="chromium"
+        ("tests/extras/test_browser.py", "tests/extras/test_serve_page.py"),
+        packages=("playwright",),
+        program="chromium",
+        debian="chromium",
     ),
 }
 

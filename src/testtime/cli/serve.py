@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,14 @@ from testtime.cli.options import MACHINE, METHOD, Checkpoint, Classes, Device, W
 
 STREAMS, LIMITS, NETWORKING = "Streams", "Limits", "Network access"  # panels of the help
 
-State = Annotated[Path, Option(help="State folder; created, or continued from.", rich_help_panel=STREAMS)]
+State = Annotated[
+    Path | None,
+    Option(
+        help="State folder; created, or continued from.",
+        show_default="streams; a temporary folder with --demo",
+        rich_help_panel=STREAMS,
+    ),
+]
 MethodName = Annotated[
     str, Option("--method", help="Adaptation method: ttt, best, tent, …", rich_help_panel=METHOD, show_default=True)
 ]
@@ -49,6 +57,12 @@ OnCollapse = Annotated[
 NoImageMemory = Annotated[
     bool, Option("--no-image-memory", help="Refuse methods that store images.", rich_help_panel=STREAMS)
 ]
+Thumbnails = Annotated[
+    bool, Option("--thumbnails", help="Show the last images of streams on the live page.", rich_help_panel=STREAMS)
+]
+IsDemo = Annotated[
+    bool, Option("--demo", help="Serve digits whose light fades, to a frozen and to an adapting stream.")
+]
 MaxStreams = Annotated[int, Option(min=1, help="Streams at most, resident or stored.", rich_help_panel=LIMITS)]
 MaxUpload = Annotated[int, Option(min=1, help="Bytes of a request at most.", rich_help_panel=LIMITS)]
 MaxWait = Annotated[
@@ -75,7 +89,7 @@ def serve(
     weights: Weights = None,
     classes: Classes = None,
     method: MethodName = "ttt",
-    state: State = Path("streams"),
+    state: State = None,
     slots: Slots = 64,
     group: Group = None,
     checkpoint_every: CheckpointEvery = 16,
@@ -83,6 +97,7 @@ def serve(
     shadow: Shadow = False,
     on_collapse: OnCollapse = "report",
     no_image_memory: NoImageMemory = False,
+    thumbnails: Thumbnails = False,
     max_streams: MaxStreams = 10_000,
     max_upload: MaxUpload = 16 << 20,
     max_wait_ms: MaxWait = 2.0,
@@ -93,18 +108,22 @@ def serve(
     token_file: TokenFile = None,
     device: Device = "auto",
     precision: Precision = None,
+    demo: IsDemo = False,
 ) -> None:
     """Serve a network over HTTP that adapts to many streams of images, each separately.
 
-    Every stream has its own adapted network. Stop the service with Ctrl-C or
-    SIGTERM: it finishes its requests and saves all streams.
+    Every stream has its own adapted network. The address is also that of a page
+    that shows all streams as they adapt. Stop the service with Ctrl-C or SIGTERM:
+    it finishes its requests and saves all streams.
 
     Examples:
+      testtime serve --demo
       testtime serve -c cifar10-resnet26-gn-joint --method best --state streams
       testtime serve --shadow --on-collapse reset
       testtime serve --host 0.0.0.0 --token-file token.txt --checkpoint-every 0
     """
     try:
+        from testtime.serve import demo as serve_demo
         from testtime.serve import server
     except ModuleNotFoundError as missing:
         if missing.name not in ("fastapi", "uvicorn", "starlette", "pydantic"):
@@ -116,24 +135,41 @@ def serve(
     from testtime.serve.settings import ServeSettings
     from testtime.storage import FileError
 
+    if demo and (checkpoint is not None or weights is not None or method != "ttt" or shadow):
+        raise typer.BadParameter("the demo has its own network and method, and answers with it.", param_hint="--demo")
     given: dict[str, Any] = {"slots": slots, "group": group, "checkpoint_every": checkpoint_every, "ttl": ttl}
     given |= {"shadow": shadow, "on_collapse": on_collapse, "image_memory": not no_image_memory}
     given |= {"max_streams": max_streams, "max_upload": max_upload, "max_wait_ms": max_wait_ms, "rate": rate}
-    given |= {"client_streams": client_streams, "host": host, "port": port}
-    with as_bad_arguments(FileError):
-        settings = ServeSettings(state, token=_read_token(token_file), **given)
-        chosen = find_method(method)
-    picked = pick_device(device)
-    name, net = open_network(checkpoint, weights, classes, chosen.needs_branch, picked)
-    with server.listen(host, port) as listening, as_bad_arguments(FileError):
-        service = Service(net, chosen, settings, name, precision)
+    given |= {"client_streams": client_streams, "host": host, "port": port, "thumbnails": thumbnails or demo}
+    with contextlib.ExitStack() as stack:
+        folder = state or _choose_folder(stack, demo)
+        with as_bad_arguments(FileError):
+            settings = ServeSettings(folder, token=_read_token(token_file), **given)
+            chosen = find_method(method)
+        picked = pick_device(device)
+        if demo:
+            checkpoint, chosen = serve_demo.NETWORK, serve_demo.make_method()
+        name, net = open_network(checkpoint, weights, classes, chosen.needs_branch, picked)
+        listening = stack.enter_context(server.listen(host, port))
+        with as_bad_arguments(FileError):
+            service = Service(net, chosen, settings, name, precision)
         restored = len(service.engine.residents.records)
-        bound = listening.getsockname()[1]
-        echo(f"restored {restored} streams from {state}" if restored else f"state folder: {state}", err=True)
-        echo(f"serving {name}, {method}, on http://{host}:{bound}", err=True)
+        url = f"http://{host}:{listening.getsockname()[1]}"
+        echo(f"restored {restored} streams from {folder}" if restored else f"state folder: {folder}", err=True)
+        echo(f"serving {name}, {method}, on {url}", err=True)
+        if demo:
+            stack.enter_context(serve_demo.Demo(service, url))
+            echo(f"open {url} in a browser and watch for a minute; Ctrl-C ends the demo", err=True)
         if not server.run(service, listening):
             echo("error: some streams could not be saved", err=True)
             raise typer.Exit(1)
+
+
+def _choose_folder(stack: contextlib.ExitStack, demo: bool) -> Path:
+    """Return the default state folder; that of the demo is removed at the end."""
+    import tempfile
+
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="testtime-"))) if demo else Path("streams")
 
 
 def _read_token(path: Path | None) -> str | None:

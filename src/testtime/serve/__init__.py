@@ -7,6 +7,8 @@
     folder, writer       the state folder; states on their way to it
     answers, collapse    predictions as JSON; when a stream has failed
     metrics, events      what is counted and reported
+    page, thumbnails     the live page (page.html); pictures for it
+    demo                 digits whose light fades, for newcomers
     service, app, server the parts together; the routes; the process
     client               the other side
 

@@ -21,8 +21,10 @@ from testtime.serve.batcher import Action, Job
 from testtime.serve.bodies import read_body, split_body
 from testtime.serve.guard import Guard, format_json, format_refusal, name_client
 from testtime.serve.limits import check_stream_id
+from testtime.serve.page import load_page
 from testtime.serve.refusal import Refusal
 from testtime.serve.service import Service
+from testtime.serve.thumbnails import describe_thumbnails
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ Sequence = Annotated[
 ]
 Version = Annotated[int | None, Query(ge=0, le=_LARGEST, description="The version; by default the newest stored one.")]
 Limit = Annotated[int, Query(ge=1, le=10_000, description="Maximum number of streams.")]
+After = Annotated[int, Query(ge=0, le=_LARGEST, description="Only images after this one.")]
 Offset = Annotated[int, Query(ge=0, le=_LARGEST, description="Number of streams to skip.")]
 
 
@@ -105,8 +108,17 @@ def _make_stream_routes(service: Service) -> APIRouter:
         """Show one stream, with its former versions and the last images as points of curves."""
         record = service.find_record(check_stream_id(stream))
         versions = await asyncio.to_thread(service.engine.residents.writer.folder.list_versions, stream)
-        more = {"versions": versions, "history": list(record.history)}
+        more = {"versions": versions, "history": list(record.history), "notes": list(record.notes)}
         return format_json(service.describe_stream(record) | more, {"X-Testtime-Version": str(record.version)})
+
+    @routes.get("/streams/{stream}/thumbnails", tags=["streams"])
+    async def show_thumbnails(stream: str, after: After = 0) -> Response:
+        """Show the last images of a resident stream as small pictures, if the service makes them."""
+        record = service.find_record(check_stream_id(stream))
+        if not service.settings.thumbnails:
+            raise Refusal(404, "This service makes no thumbnails; it was started without --thumbnails.")
+        wanted = [one for one in list(record.thumbnails) if one.seen > after]
+        return format_json({"thumbnails": await asyncio.to_thread(describe_thumbnails, wanted)})
 
     @routes.get("/events", tags=["service"])
     async def watch() -> Response:
@@ -161,7 +173,8 @@ def _make_service_routes(service: Service) -> APIRouter:
 
     @routes.get("/", include_in_schema=False)
     async def page() -> Response:
-        return HTMLResponse(schemas.PAGE)
+        text, headers = load_page()
+        return HTMLResponse(text, headers=dict(headers))
 
     @routes.get("/healthz")
     async def healthz() -> Response:

@@ -27,6 +27,7 @@ from testtime.serve.record import StreamRecord
 from testtime.serve.refusal import Refusal
 from testtime.serve.residents import Residents
 from testtime.serve.settings import ServeSettings
+from testtime.serve.thumbnails import make_thumbnail
 
 log = logging.getLogger(__name__)
 
@@ -111,10 +112,13 @@ class Engine:
         fixed = None if self._fixed is None else make_answers(self._fixed.predict(batch), self._names)
         self._metrics.observe("testtime_stage_seconds", time.perf_counter() - begin, stage="step")
         self._metrics.observe("testtime_batch_images", len(streams))
-        return [
-            self._count(stream, answers[row], None if fixed is None else fixed[row])
-            for row, stream in enumerate(streams)
-        ]
+        counted: list[Answer] = []
+        for row, stream in enumerate(streams):
+            counted.append(self._count(stream, answers[row], None if fixed is None else fixed[row]))
+            if self._settings.thumbnails:
+                record = self.residents.records[stream]
+                record.thumbnails.append(make_thumbnail(record.seen, images[row], answers[row]))
+        return counted
 
     def predict_episodes(self, images: Sequence[Tensor]) -> list[Answer]:
         """Answer images, each adapted to by itself from the original network."""

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from testtime.checks import check_entries, is_flag, is_integer, is_number, is_table, is_text
+from testtime.serve.thumbnails import LAST, Thumbnail
 
 _ANSWERS = 8  # stored for repeated requests
 _RATE = 0.05  # of the moving averages
 _HISTORY, _STORED_HISTORY = 256, 32  # points of a resident and of a stored stream
+_NOTES = 1500
+_FIRST = 32  # images
 
 _COUNT = "an integer >= 0", lambda value: is_integer(value, 0)
 _AVERAGE = "a number or null", lambda value: value is None or is_number(value)
@@ -20,7 +23,7 @@ _COUNTS = ("version", "sample", "seen", "adapted", "rolled_back", "rolled_back_i
 _KINDS = {
     "id": ("text", is_text),
     **dict.fromkeys((*_COUNTS, "stored_version"), _COUNT),
-    **dict.fromkeys(("loss", "confidence", "changed", "disagreement"), _AVERAGE),
+    **dict.fromkeys(("loss", "first_loss", "confidence", "changed", "disagreement"), _AVERAGE),
     **dict.fromkeys(("created", "last_seen"), ("a number", is_number)),
     **dict.fromkeys(("frozen", "pinned"), ("true or false", is_flag)),
     "answers": ("a table", is_table),
@@ -29,7 +32,7 @@ _KINDS = {
 
 @dataclass
 class StreamRecord:
-    """What is known of a stream; saved with its state, but for the last five fields.
+    """What is known of a stream; saved with its state, but for the last seven fields.
 
     Attributes:
         id: Its name.
@@ -43,6 +46,7 @@ class StreamRecord:
         sequence: Number of the last numbered request.
         stored_version: The version stored last in the ring.
         loss: Moving average of the objective's loss before adaptation.
+        first_loss: Mean of the same loss over the first images.
         confidence: Moving average of the objective's confidence.
         changed: Moving average of whether adapting to an image changed its class.
         disagreement: Moving average of whether the original network predicts another class; only in shadow mode.
@@ -56,6 +60,8 @@ class StreamRecord:
         saved_revision: `revision` in the last state that was written.
         restored_version: The version found in the state folder at the start of the service, if it was there.
         history: Points of the last images, for curves.
+        notes: What the demo knows of the last images.
+        thumbnails: Of the last images, if the service makes them; empty unless resident.
     """
 
     id: str
@@ -69,6 +75,7 @@ class StreamRecord:
     sequence: int = 0
     stored_version: int = 0
     loss: float | None = None
+    first_loss: float | None = None
     confidence: float | None = None
     changed: float | None = None
     disagreement: float | None = None
@@ -82,6 +89,8 @@ class StreamRecord:
     saved_revision: int = 0
     restored_version: int | None = None
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    notes: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_NOTES))
+    thumbnails: deque[Thumbnail] = field(default_factory=lambda: deque(maxlen=LAST))
 
     @property
     def unsaved(self) -> int:
@@ -121,6 +130,8 @@ class StreamRecord:
             self.rolled_back_in_row = self.rolled_back_in_row + 1 if answer["rolled_back"] else 0
         changed = answer["class"] != answer["before"]["class"]
         self.loss = _move(self.loss, answer["loss_before"])
+        if self.seen <= _FIRST:
+            self.first_loss = _move(self.first_loss, answer["loss_before"], 1 / self.seen)
         self.confidence = _move(self.confidence, answer["confidence"])
         self.changed = _move(self.changed, float(changed))
         if disagrees is not None:
@@ -138,11 +149,12 @@ class StreamRecord:
     def shrink(self) -> None:
         """Forget what a stream that is not resident does not need in memory."""
         self.answers = {}
+        self.thumbnails.clear()
         while len(self.history) > _STORED_HISTORY:
             self.history.popleft()
 
 
-def _move(average: float | None, value: float | None) -> float | None:
+def _move(average: float | None, value: float | None, rate: float = _RATE) -> float | None:
     if value is None or average is None:
         return average if value is None else value
-    return average + _RATE * (value - average)
+    return average + rate * (value - average)

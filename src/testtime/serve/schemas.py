@@ -105,8 +105,6 @@ PREDICT_EPISODIC: Final[dict[str, Any]] = {
 }
 EXPORT: Final[dict[str, Any]] = {"responses": {200: {"content": {"application/octet-stream": _BINARY}}}}
 
-PAGE = '<!doctype html><title>testtime</title><p>testtime is running: <a href="/docs">its interface</a>.</p>'
-
 
 def format_page(description: Mapping[str, Any]) -> str:
     """Return an OpenAPI description as a page that needs nothing from elsewhere."""

@@ -72,7 +72,7 @@ class Service:
         self.about: dict[str, Any] = {"network": name, "method": method.name, "version": __version__}
         self.about |= {"size": net.card.size, "channels": channels, "classes": list(net.card.classes)}
         self.about |= {"shadow": settings.shadow, "slots": settings.slots, "holds_images": method.holds_images}
-        self.about |= {"reference_loss": None}
+        self.about |= {"thumbnails": settings.thumbnails, "reference_loss": None, "demo": None}
 
     def start(self) -> None:
         """Get ready in a thread; meanwhile requests are refused."""
@@ -136,14 +136,22 @@ class Service:
     def describe_stream(self, record: StreamRecord) -> dict[str, Any]:
         """Return what is known of a stream, JSON-serialisable."""
         table = {name: value for name, value in record.describe().items() if name not in ("answers", "stored_version")}
-        drift = None if record.loss is None or self._reference is None else record.loss - self._reference
+        base = record.first_loss if self._reference is None else self._reference
         return table | {
             "resident": record.id in self.engine.residents.slots,
-            "drift": drift,
+            "drift": None if record.loss is None or base is None else record.loss - base,
+            "drift_from": "first images" if self._reference is None else "training",
             "unsaved": record.unsaved,
             "saved_sequence": record.saved_sequence,
             "restored_version": record.restored_version,
         }
+
+    def note(self, stream: str, **values: float) -> None:
+        """Attach values to the last image of a stream, for the live page; only the demo has any to attach."""
+        record = self.engine.residents.records.get(stream)
+        if record is not None:
+            record.notes.append({"seen": record.seen, **values})
+            self.events.publish("note", stream=stream, seen=record.seen, **values)
 
     def describe_health(self) -> Mapping[str, Any]:
         """Return whether the service works, JSON-serialisable."""

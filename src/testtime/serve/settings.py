@@ -32,6 +32,7 @@ class ServeSettings:
         shadow: Answer with the original network; the adapted ones run along.
         on_collapse: What to do when a stream has collapsed.
         image_memory: Whether methods whose state contains images are allowed.
+        thumbnails: Whether the live page shows the last images of resident streams.
         versions: Number of former versions stored of each stream.
         version_every: Number of versions between two that are stored.
         host: The address to listen on.
@@ -54,6 +55,7 @@ class ServeSettings:
     shadow: bool = False
     on_collapse: OnCollapse = "report"
     image_memory: bool = True
+    thumbnails: bool = False
     versions: int = 4
     version_every: int = 100
     host: str = "127.0.0.1"
