@@ -16,10 +16,10 @@ from urllib.parse import quote
 import httpx
 import numpy as np
 import pytest
-import serving
 import torch
 from PIL import Image
 
+import serving
 from testtime.data import digits
 from testtime.serve import demo
 from testtime.serve.page import load_page
