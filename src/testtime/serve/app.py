@@ -19,8 +19,8 @@ from torch import Tensor
 from testtime.serve import schemas
 from testtime.serve.batcher import Action, Job
 from testtime.serve.bodies import read_body, split_body
-from testtime.serve.guard import Guard, format_json, format_refusal, name_client
 from testtime.serve.limits import check_stream_id
+from testtime.serve.middleware import Middleware, format_json, format_refusal, name_client
 from testtime.serve.page import load_page
 from testtime.serve.refusal import Refusal
 from testtime.serve.service import Service
@@ -62,7 +62,7 @@ def make_app(service: Service) -> FastAPI:
     app.include_router(_make_stream_routes(service), prefix="/v1")
     app.include_router(_make_service_routes(service))
     _add_errors(app)
-    app.add_middleware(Guard, service=service)
+    app.add_middleware(Middleware, service=service)
 
     @app.get("/docs", include_in_schema=False)
     def docs() -> HTMLResponse:

@@ -20,7 +20,7 @@ _OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz")  # no token neede
 _UNREAD = (401, 403, 408, 413, 415)  # the body may not have been read, and be endless
 
 
-class Guard:
+class Middleware:
     """Middleware that refuses requests which may not be answered, and counts all.
 
     Args:
