@@ -7,7 +7,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from adapters import pictures
-from testtime import Episodic, Fixed, Online, Prediction, ResizedCropFlip, Rotation, YNet, kernels, resnet26
+from testtime import Episodic, Fixed, Guard, Online, Prediction, ResizedCropFlip, Rotation, YNet, kernels, resnet26
 from testtime.adaptation.learner import Learner
 from testtime.adaptation.streams import Streams
 from testtime.kernels.graphs import Captured, Concurrent
@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:A stream of single images"),
 ]
 MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
+TIGHT = Guard(collapse=0.99, distance=0.0018, momentum=0.5)  # falls back within a few images
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +127,12 @@ def adapters() -> dict[str, Callable[[YNet], Any]]:
         "online, momentum": lambda net: Online(net, copies=8, optimizer=MOMENTUM),
         "online, gated": lambda net: Online(net, copies=8, threshold=0.3),
         "online, shared": lambda net: Online(net, copies=8, share="batch"),
+        "online, guarded": lambda net: Online(net, copies=8, lr=0.02, guard=TIGHT),
+        "online, frozen": lambda net: Online(net, copies=8, lr=0.02, guard=replace(TIGHT, fallback="freeze")),
+        "online, rehearsal": lambda net: Online(net, method="rehearsal", copies=8, constants={"memory": 5}),
+        "streams, rehearsal, shadow": lambda net: Streams(
+            net, 4, method="rehearsal", copies=8, lr=0.05, guard=replace(TIGHT, fallback="shadow", shadow=0.5)
+        ),
         "streams": lambda net: Streams(net, 4, copies=8),
         "streams, bf16": lambda net: Streams(net, 4, copies=8, precision="bf16"),
         "streams in groups": lambda net: Streams(net, 4, copies=8, together=3, optimizer=MOMENTUM),

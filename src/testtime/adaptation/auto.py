@@ -39,7 +39,8 @@ class Calibration:
     """The thresholds of `Auto`, and how confidence becomes accuracy.
 
     `testtime.evaluation.fit_calibration` fits one to runs with labels. The default learns online from the drift up to
-    which `testtime.diagnose` finds little to gain, and takes the mean confidence for the accuracy.
+    which `testtime.diagnose` finds little to gain, and takes the mean confidence for the accuracy, with an assumed
+    spread.
 
     Attributes:
         online: Drift of a stream from which it learns online; None: never.

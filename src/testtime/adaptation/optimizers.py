@@ -110,7 +110,7 @@ class StackedOptimizer:
 
     def reset(self, rows: Tensor | None) -> None:
         """Forget the state of all replicas, or of those where `rows`, bool `(S,)`, is true."""
-        if not self.rowwise:
+        if not self.rowwise and (rows is None or rows.all()):
             self._optimizer = self._make()
         for tensor in self._memory().values():
             tensor.zero_() if rows is None else tensor.masked_fill_(_mask(rows, tensor), 0)

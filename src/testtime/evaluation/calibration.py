@@ -3,8 +3,8 @@
 Fit it on held-out images and the extra corruptions, never on test sets:
 
     testtime eval -c net.safetensors --data digits-held-out-c --levels 1-5 --methods fixed,episodic,online --out RUN
-    traces = tt.evaluation.read_traces(tt.evaluation.open_run("RUN"), reference)
-    tt.Auto(net, calibration=tt.evaluation.fit_calibration(traces))
+    traces = read_traces(open_run("RUN"), read_task_loss(net).loss)
+    tt.Auto(net, calibration=fit_calibration(traces))
 """
 
 from __future__ import annotations
