@@ -153,9 +153,6 @@ class _LayerNorm(nn.Module):
         self.eps = layer.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight is not None and len(self.weight) == 1:  # a single set of parameters
-            bias = None if self.bias is None else self.bias[0].to(x.dtype)
-            return F.layer_norm(x, x.shape[-1:], self.weight[0].to(x.dtype), bias, self.eps)
         y = F.layer_norm(x, x.shape[-1:], eps=self.eps)
         if self.weight is None:
             return y
@@ -260,10 +257,11 @@ class _Blocks(nn.Sequential):
 
 
 def _apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Apply linear layers with weights `(S, outputs, inputs)` to x `(S·B, ..., inputs)`."""
+    """Apply linear layers with weights `(S, outputs, inputs)` to x `(S·B, ..., inputs)`.
+
+    A batched product even for a single set, because that of one replica must be rounded as among others.
+    """
     count, outputs, inputs = weight.shape
-    if count == 1:
-        return F.linear(x, weight[0].to(x.dtype), None if bias is None else bias[0].to(x.dtype))
     rows = x.reshape(count, -1, inputs)  # (S, B·…, inputs)
     weight = weight.to(x.dtype).transpose(1, 2)
     y = rows @ weight if bias is None else torch.baddbmm(bias.to(x.dtype).unsqueeze(1), rows, weight)

@@ -90,13 +90,28 @@ def test_a_relu_in_place_does_no_harm() -> None:
 
 @pytest.mark.filterwarnings("ignore:The method 'actmad' needs several images")
 def test_replicas_of_a_network_that_cannot_be_stacked_run_one_by_one() -> None:
-    net = collect(split(VisionTransformer(), "block1").eval(), pictures(20, seed=9))
+    convolution, norm, act = nn.Conv2d(3, 8, 3, 2), nn.GroupNorm(2, 8), nn.PReLU(8)
+    model = nn.Sequential(convolution, norm, act, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    net = collect(split(model, "2").eval(), pictures(20, seed=9))
     with pytest.raises(ValueError, match="one replica"):
         Streams(net, COUNT, method="actmad").predict(pictures())
+    check_streams(net)
+
+
+@pytest.mark.filterwarnings("ignore:The method 'actmad' needs several images")
+def test_replicas_of_a_transformer() -> None:
+    net = collect(split(VisionTransformer(), "block1").eval(), pictures(20, seed=9))
+    together = Streams(net, COUNT, method="actmad", lr=1e-4)
+    torch.testing.assert_close(together(pictures()), check_streams(net), **CLOSE)
+
+
+def check_streams(net: YNet) -> Tensor:
+    """One stream at a time is an episode; returns the logits."""
     alone = Episodic(net, method="actmad", share="image", parallel=1, lr=1e-4).predict(pictures())
     assert (alone.loss_after < alone.loss_before).all()
     streams = Streams(net, COUNT, together=1, method="actmad", lr=1e-4)
     torch.testing.assert_close(streams(pictures()), alone.logits, **CLOSE)
+    return alone.logits
 
 
 def test_without_statistics_it_says_how_to_get_them() -> None:
