@@ -138,7 +138,7 @@ def test_the_page_shows_the_numbers_of_the_run(folder: Path, results: Results) -
     )
     for words in ("What you are looking at", "Alpaydin", "gaussian_noise 5", "1,297 clean digits, 1 epoch,"):
         assert words in page
-    assert 'aria-label="digits-shifts: accuracy along the stream"' in page
+    assert 'aria-label="digits-shifts: error along the stream"' in page
     assert "Sample images are omitted" not in page
 
 

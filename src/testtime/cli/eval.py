@@ -63,12 +63,12 @@ Levels = Annotated[str | None, Option(help="Severity levels of corrupted sets: 1
 Corruptions = Annotated[str | None, Option(help="Corruptions: fog,frost or all.", show_default="all that a set lists")]
 Original = Annotated[
     bool | None,
-    Option("--original/--no-original", help="Include the set without corruption.", show_default="included"),
+    Option("--original/--no-original", metavar="", help="Include the set without corruption.", show_default="included"),
 ]
 Seeds = Annotated[list[int] | None, Option(help="Seed of augmentations and order. May be repeated.", show_default="0")]
 Shuffle = Annotated[
     bool | None,
-    Option("--shuffle/--no-shuffle", help="Shuffle each set once by the seed.", show_default="not shuffled"),
+    Option("--shuffle/--no-shuffle", metavar="", help="Shuffle each set by the seed.", show_default="not shuffled"),
 ]
 Protocol = Annotated[
     str | None,

@@ -56,7 +56,7 @@ def report(
     from testtime.report.comparison_tables import explain_comparison, make_sheets
     from testtime.report.diagnosis import as_sections, read_diagnoses
     from testtime.report.publish import compare, publish, read_formats
-    from testtime.report.run_tables import explain, terminal
+    from testtime.report.run_tables import explain, has_paper, terminal
     from testtime.report.sheets import format_terminal
 
     sections = as_sections(read_diagnoses(diagnosis)) if diagnosis is not None else []
@@ -77,6 +77,8 @@ def report(
     else:
         with progress("figures") as show:
             results = publish(opened, out, measure=measure, paper=paper, root=data_root, progress=show, **same)
+        if paper and not any(map(has_paper, results.tables)):
+            echo("--paper: the paper has no numbers for these sets.", err=True)
         tables = terminal(results, measure, paper, console.width)
         words = [*explain(results, measure), *results.notes]
     for table in tables:

@@ -92,7 +92,7 @@ class CifarFiles:
             raise DataError(
                 data_root(root),
                 f"holds no {self.title} ({self.binary} or {self.python}, or their archives)",
-                f"run `testtime data get {self.name}`",
+                f"run `testtime data get {self.name}`, or pass the folder that holds it with --data-root",
             )
         names = self.files[split]
         if found.name in (self.python, self.archives[self.python]) or (found / self.files["test"][0]).is_file():

@@ -8,6 +8,7 @@ To add a set, define a `Family` and add it to `FAMILIES`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
 from collections.abc import Iterable
@@ -145,9 +146,23 @@ def expand(patterns: str | Iterable[str]) -> tuple[str, ...]:
         if not fits and "*" not in pattern and pattern.split("/", 1)[0] in FAMILIES:
             fits = [pattern]
         if not fits:
-            raise ValueError(f"{pattern!r} matches no data set; sets are {', '.join(FAMILIES)}.")
+            raise ValueError(_describe_unknown(pattern))
         found.update(dict.fromkeys(fits))
     return tuple(found)
+
+
+def _describe_unknown(pattern: str) -> str:
+    """Say that a text names neither a set nor a folder, and what it may have meant."""
+    path = Path(pattern.rstrip("/") or "/")
+    looks_like_folder = pattern.endswith("/") or pattern.startswith((".", "/", "~")) or len(path.parts) > 1
+    near = difflib.get_close_matches(pattern.split("/", 1)[0], FAMILIES, n=1)
+    if looks_like_folder and not near:
+        with contextlib.suppress(OSError):
+            folders = [inner.name for inner in path.expanduser().parent.iterdir() if inner.is_dir()]
+            near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, folders, n=1)]
+        return f"{pattern}: no such folder" + (f"; did you mean {near[0]}/?" if near else ".")
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{pattern!r} matches no data set; sets are {', '.join(FAMILIES)}, or a folder of images.{hint}"
 
 
 @dataclass(frozen=True)

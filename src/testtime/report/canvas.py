@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from testtime.storage import printable
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -26,6 +28,7 @@ COLOURS = {
     "uda": "#c76fa0",
     "alp": "#159a74",
 }
+_HOVER = "hover-"
 _OTHERS = ("#7a5bb5", "#8f7a1c", "#b8434e", "#3f8f9b", "#6a6f2f")
 
 
@@ -120,11 +123,33 @@ class Drawing:
     def _fit_page(self, svg: str) -> str:
         svg = svg.replace(_PLACEHOLDERS.ink, "currentColor").replace(_PLACEHOLDERS.rule, "var(--rule)")
         svg = svg.replace(_PLACEHOLDERS.paper, "var(--paper)").replace(COLOURS["plain"], "var(--plain)")
+        svg = _add_hovers(svg)
         svg = re.sub(r'(id="|href="#|url\(#)', rf"\1{self.name}-", svg)
         svg = re.sub(r"font: ((?:bold |\d+ )*)([\d.]+px) [^;\"]*", _own_font, svg)
         opening, rest = svg.split(">", 1)
         opening = re.sub(r' (?:width|height)="[^"]*"', "", opening)  # set by the page
         return f'{opening} role="img" aria-label="{html.escape(self.title)}">{rest}'
+
+
+def _add_hovers(svg: str) -> str:
+    """Turn the ids made by `hover` into titles, which browsers show on hover."""
+
+    def replace(found: re.Match[str]) -> str:
+        text = bytes.fromhex(found[1]).decode()
+        return f"<g><title>{html.escape(printable(text))}</title>"
+
+    return re.sub(rf'<g id="{_HOVER}([0-9a-f]+)-\d+">', replace, svg)
+
+
+def hover(artist: Any, text: str, number: int) -> None:
+    """Show a text when the pointer is on an artist of a page's figure.
+
+    Args:
+        artist: The artist.
+        text: The text.
+        number: Distinguishes artists with the same text.
+    """
+    artist.set_gid(f"{_HOVER}{text.encode(errors='backslashreplace').hex()}-{number}")
 
 
 def _own_font(found: re.Match[str]) -> str:

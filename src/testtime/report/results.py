@@ -25,12 +25,14 @@ from testtime.report.sources import (
     read_verdicts,
     sort_units,
 )
-from testtime.report.statistics import Interval, bootstrap_means, holm, interval_of, sign_test, spread
+from testtime.report.statistics import Interval, bootstrap_means, holm, interval_of, sign_test, spread, wilson
 from testtime.storage import printable
 
 BASELINE = "fixed"
 SIGNIFICANT = 0.05
 ORIGINAL, MEAN = "original", "mean"
+FEW = 10
+"""Images, wrong or right, below which intervals are Wilson's."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,14 @@ class Table:
         return min(round(row[column].error, 1) for row in self.rows.values() if column in row)
 
     def is_best(self, method: str, column: str) -> bool:
-        """Whether a method's printed error is the lowest in its column; False in a table of one method."""
-        return len(self.rows) > 1 and round(self.rows[method][column].error, 1) == self.best(column)
+        """Whether a method's printed error is the lowest in its column; False if all methods have it."""
+        errors = {round(row[column].error, 1) for row in self.rows.values() if column in row}
+        return len(errors) > 1 and round(self.rows[method][column].error, 1) == self.best(column)
+
+    def short_titles(self) -> list[str]:
+        """Return short titles of the columns: the paper's abbreviations if it has one for each, else the titles."""
+        usual = all(column in (*ABBREVIATIONS, MEAN) for column in self.columns)
+        return [column_short(column) if usual else column_title(column) for column in self.columns]
 
     def paper_value(self, method: str, column: str, measure: Measure) -> float | None:
         """Return the paper's value for a cell, or None."""
@@ -298,7 +306,7 @@ def _measure_row(
         errors = 100 * (1 - found.right.mean(1))
         cell = Cell(
             float(errors.mean()),
-            interval_of(drawn[column]),
+            _find_interval(found, drawn[column]),
             spread(errors.tolist()),
             len(found.samples),
             len(found.right),
@@ -328,6 +336,15 @@ def _measure_row(
             cell = _compare(cell, np.sum(stacked, axis=0) if together else np.concatenate(stacked))
         cells[MEAN] = cell
     return cells
+
+
+def _find_interval(found: SetVerdicts, drawn: np.ndarray) -> Interval:
+    """Return the interval of an error in percent: Wilson's where few are wrong or right and a bootstrap misleads."""
+    wrong = float((1 - found.share).sum())
+    if min(wrong, len(found.samples) - wrong) >= FEW:
+        return interval_of(drawn)
+    low, high = wilson(wrong, len(found.samples))
+    return Interval(100 * low, 100 * high)
 
 
 def _compare(cell: Cell, gains: np.ndarray) -> Cell:

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from testtime.report.canvas import Drawing, Tones, colour_of
+from testtime.report.canvas import Drawing, Tones, colour_of, hover
 from testtime.report.paper import Measure
 from testtime.report.results import (
     BASELINE,
     MEAN,
     Results,
     Table,
-    column_short,
     column_title,
     method_title,
     order_methods,
@@ -87,7 +86,11 @@ def draw_bars(table: Table, measure: Measure = "error", paper: bool = False) -> 
             x = np.array(places) + (index - (len(methods) - 1) / 2) * width
             values = np.array([cell.value(measure) for cell in cells])
             ends = np.array([cell.ends(measure) for cell in cells]).reshape(-1, 2)
-            axes.bar(x, values, width * 0.92, color=colour_of(method, methods), label=method_title(method))
+            bars = axes.bar(x, values, width * 0.92, color=colour_of(method, methods), label=method_title(method))
+            for number, (bar, at, cell) in enumerate(zip(bars, places, cells, strict=True)):
+                low, high = cell.ends(measure)
+                text = f"{column_title(table.columns[at])}, {method}: {cell.value(measure):.1f}%"
+                hover(bar, f"{text} (95% interval {low:.1f} to {high:.1f})", number)
             axes.vlines(x, ends[:, 0], ends[:, 1], color=tones.ink, linewidth=0.8)
             if paper:
                 known = [table.paper_value(method, table.columns[at], measure) for at in places]
@@ -95,7 +98,7 @@ def draw_bars(table: Table, measure: Measure = "error", paper: bool = False) -> 
                 if pairs:
                     _diamonds(axes, tones, pairs, tones.ink, None if shown else _PAPER)
                     shown = True
-        names = [column_short(column) for column in table.columns]
+        names = table.short_titles()
         long = max(map(len, names)) > 8
         axes.set_xticks(range(len(names)), names, rotation=30 if long else 60, ha="right", rotation_mode="anchor")
         for label, column in zip(axes.get_xticklabels(), table.columns, strict=True):
@@ -105,7 +108,7 @@ def draw_bars(table: Table, measure: Measure = "error", paper: bool = False) -> 
             axes.axvline(len(names) - 1.5, color=tones.rule, linewidth=1)
         axes.tick_params(axis="x", length=0)
         axes.set_xlim(-0.6, len(names) - 0.4)
-        axes.set_ylim(0)
+        axes.set_ylim(0, min(axes.get_ylim()[1], 100))
         axes.set_ylabel(f"{measure} in %")
         axes.grid(axis="y")
         draw_legend(figure, axes)
@@ -113,14 +116,15 @@ def draw_bars(table: Table, measure: Measure = "error", paper: bool = False) -> 
     return Drawing(f"bars-{_slug(table)}", f"{table.title}: {measure} of each method", (_WIDTH, 3.6), draw)
 
 
-def draw_streams(results: Results, table: Table, measure: Measure = "accuracy") -> Drawing | None:
-    """Draw sliding-window accuracy along the stream, `fixed` and `online`, one panel per set (paper, figure 2)."""
+def draw_streams(results: Results, table: Table, measure: Measure = "error") -> Drawing | None:
+    """Draw the sliding-window error along the stream, `fixed` and `online`, one panel per set (paper, figure 2)."""
     columns = [column for column in table.columns if column != MEAN]
     curves = {column: found for column in columns if len(found := _stream_curves(results, table, column, measure)) == 2}
     if not curves:
         return None
     window = choose_window(_stream_length(results, table, next(iter(curves))))
     across = min(4, len(curves))
+    titles = dict(zip(table.columns, table.short_titles(), strict=True))
     down = -(-len(curves) // across)
 
     def draw(figure: Figure, tones: Tones) -> None:
@@ -128,9 +132,11 @@ def draw_streams(results: Results, table: Table, measure: Measure = "accuracy") 
         for axes, (column, found) in zip(grid.flat, curves.items(), strict=False):
             for method, curve in found.items():
                 axes.plot(*curve, color=colour_of(method), linewidth=1.7, label=method_title(method))
-            axes.set_title(column_short(column), fontsize=11, loc="left", pad=3)
+            axes.set_title(titles[column], fontsize=11, loc="left", pad=3)
             axes.grid(axis="y")
             axes.locator_params(nbins=3)
+            low, high = axes.get_ylim()
+            axes.set_ylim(max(low, 0), min(high, 100))
         _hide_rest(grid, len(curves), across)
         figure.supxlabel("images seen", fontsize=11)
         figure.supylabel(f"{measure} of the last {window} in %", fontsize=11)
@@ -187,7 +193,7 @@ def draw_gradual(results: Results, table: Table, measure: Measure = "error") -> 
             axes.set_title(column_title(column), fontsize=11, loc="left", pad=3)
             axes.grid(axis="y")
             axes.locator_params(axis="x", nbins=3)
-        grid[0, 0].set_ylim(0)
+        grid[0, 0].set_ylim(0, min(grid[0, 0].get_ylim()[1], 100))
         grid[0, 0].set_ylabel(f"{measure} of the last {window} in %")
         figure.supxlabel("images seen, noise growing from level 1 to level 5", fontsize=11)
         draw_legend(figure, grid[0, 0])
@@ -219,7 +225,7 @@ def draw_flips(table: Table) -> Drawing | None:
             axes.axvline(0, color=tones.ink, linewidth=0.8)
             axes.set_title(method_title(method), fontsize=11, loc="left", pad=3)
             axes.grid(axis="x")
-            axes.locator_params(axis="x", nbins=5)
+            axes.locator_params(axis="x", nbins=5, integer=True)
             axes.xaxis.set_major_formatter(lambda value, _: f"{abs(value):,.0f}")
             axes.tick_params(axis="y", length=0)
         grid[0, 0].set_yticks(range(len(columns)), [column_title(column) for column in columns])
@@ -254,7 +260,7 @@ def draw_levels(tables: Sequence[Table], measure: Measure = "error", paper: bool
             if pairs:
                 _diamonds(axes, tones, pairs, colour)
         axes.set_xticks([table.level or 0 for table in tables])
-        axes.set_ylim(0)
+        axes.set_ylim(0, min(axes.get_ylim()[1], 100))
         axes.set_xlabel("level")
         axes.set_ylabel(f"mean {measure} in %")
         axes.grid(axis="y")
@@ -309,7 +315,7 @@ def draw_all(results: Results, measure: Measure = "error", paper: bool = False) 
         levels = [other for other in results.tables if other.family == table.family]
         if len(levels) > 1:
             yield "levels", table, draw_levels(levels, measure, paper)
-        for kind, drawing in (("streams", draw_streams(results, table)), ("flips", draw_flips(table))):
+        for kind, drawing in (("streams", draw_streams(results, table, measure)), ("flips", draw_flips(table))):
             if drawing is not None:
                 yield kind, table, drawing
     yield "cost", results.tables[0], draw_cost(results, results.tables[0], measure)

@@ -89,7 +89,10 @@ def render_run_page(
         }
         for table in results.tables
     ]
+    # The first figure of the first table is shown above the fold.
+    first = parts[0]["figures"].pop(0) if parts[0]["figures"] else None
     return open_template("run.html").render(
+        first=first,
         words=format_summary(results, measure),
         sections=sections,
         cards=_cards(results, measure, paper),
@@ -139,7 +142,7 @@ def format_summary(results: Results, measure: Measure) -> dict[str, str]:
 
 
 def _lead(table: Table, learner: str, base: Cell, cell: Cell) -> str:
-    change = base.error - cell.error
+    change = round(base.error, 1) - round(cell.error, 1)  # as the two are printed
     share = f": {100 * change / base.error:.0f}% fewer mistakes" if base.error and change > 0 else ""
     side = "below" if change >= 0 else "above"
     parts = [f"The error with {learner} is {abs(change):.1f} points {side} that of the fixed network{share}."]

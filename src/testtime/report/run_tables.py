@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from testtime.report.paper import PAPER_NAMES, Measure
 from testtime.report.results import (
     BASELINE,
+    FEW,
     MEAN,
     SIGNIFICANT,
     Cell,
     Results,
     Table,
-    column_short,
     column_title,
     method_title,
 )
@@ -59,7 +59,7 @@ def explain(results: Results, measure: Measure) -> list[str]:
     lines = [
         f"{'Wrong' if measure == 'error' else 'Right'} predictions in percent, {better} is better; the best of a set "
         "is in bold.",
-        "± is half the width of the 95% interval (bootstrap over images).",
+        f"± is half the width of the 95% interval: bootstrap over images, or Wilson's for fewer than {FEW} errors.",
     ]
     if any(len(entries) > 1 for entries in results.sources.values()):
         lines.append("Repetitions (seeds, runs) are averaged image by image; s is their standard deviation.")
@@ -69,6 +69,12 @@ def explain(results: Results, measure: Measure) -> list[str]:
             f"(McNemar), p < {SIGNIFICANT} after Holm's correction within a table."
         )
     return lines
+
+
+def has_paper(table: Table) -> bool:
+    """Whether the paper has numbers for a table."""
+    cells = [(method, column) for method in table.rows for column in table.columns]
+    return any(table.paper_value(method, column, "error") is not None for method, column in cells)
 
 
 def difference(value: float, paper: float) -> str:
@@ -106,7 +112,7 @@ def markdown(results: Results, measure: Measure = "error", paper: bool = False) 
     """Format all tables as Markdown, with an explanation of the symbols."""
     parts: list[str] = []
     for table in results.tables:
-        heading = [measure + " in %", *(escape_markdown(column_short(column)) for column in table.columns)]
+        heading = [measure + " in %", *map(escape_markdown, table.short_titles())]
         lines = [
             f"### {escape_markdown(table.title)}",
             "",
@@ -176,7 +182,7 @@ def latex(results: Results, measure: Measure = "error", paper: bool = False) -> 
             r"\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%",
             rf"\begin{{tabular}}{{{columns}}}",
             r"\toprule",
-            " & ".join(["", *(escape_latex(column_short(column)) for column in table.columns)]) + r" \\",
+            " & ".join(["", *map(escape_latex, table.short_titles())]) + r" \\",
             r"\midrule",
         ]
         for index, (kind, title, cells) in enumerate(_rows(table, measure, paper)):

@@ -84,6 +84,14 @@ def interval_of(means: np.ndarray, confidence: float = 0.95) -> Interval:
     return Interval(float(low), float(high))
 
 
+def wilson(count: float, total: int, sigmas: float = 1.959964) -> Interval:
+    """Return Wilson's 95% interval of a fraction: `count` of `total`. It is not empty where `count` is 0."""
+    share, z = count / total, sigmas**2 / total
+    half = math.sqrt(z * share * (1 - share) + z * z / 4)
+    low, high = ((share + z / 2 + sign * half) / (1 + z) for sign in (-1, 1))
+    return Interval(max(0.0, low), min(1.0, high))
+
+
 def sign_test(more: int, fewer: int) -> float:
     """Return the exact two-sided p-value of a sign test with `more` positive and `fewer` negative differences.
 
