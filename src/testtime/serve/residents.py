@@ -168,9 +168,9 @@ class Residents:
         self.save([stream for stream in streams if self._has_changed(stream)])
         for stream in streams:
             self.slots.release(stream)
-            self.records[stream].answers = {}
-            self.records[stream].thumbnails.clear()
+            self.records[stream].shrink()
             self._events.publish("evicted", stream=stream)
+            self.records[stream].thumbnails.clear()
         self._metrics.count("testtime_evictions_total", len(streams))
         self._metrics.observe("testtime_stage_seconds", time.perf_counter() - begin, stage="evict")
 
