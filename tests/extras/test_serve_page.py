@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import serving
+from testtime.serve import demo
 
 sync_api = pytest.importorskip("playwright.sync_api")
 
@@ -172,4 +173,25 @@ def test_the_page_reconnects_after_a_restart(browser: Any, tmp_path: Path) -> No
         serving.send(client, "one", serving.image(1))
         expect(page.locator("#rows td").nth(1)).to_have_text("2")
         expect(page.locator("#freeze")).to_be_enabled()
+        page.close()
+
+
+def test_the_demo_compares_its_streams(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = [(serving.image(seed), seed % 2) for seed in range(20)]
+    monkeypatch.setattr(demo, "iterate_digits", lambda: iter(images))
+    with serving.open_client(tmp_path, thumbnails=True) as (client, service):
+        running = demo.Demo(service, str(client.base_url), pace=20)
+        page, said = open_page(browser, client.base_url, viewport={"width": 400, "height": 900})
+        with running:
+            running._thread.join(60)
+            expect(page.locator("#demo")).to_be_visible()
+            expect(page.locator("#stream")).to_have_text(demo.ADAPTING)
+            expect(page.locator("#rows tr", has_text=demo.ADAPTING).locator("td").nth(1)).to_have_text("20")
+            for name in (demo.FROZEN, demo.ADAPTING):
+                error = service.engine.residents.records[name].notes[-1]["error"]
+                expect(page.locator(f"#{name}")).to_have_text(f"{100 * error:.0f} %")
+            expect(page.locator("#demo-images figure").first).to_be_visible()
+            expect(page.locator("#demo-chart polyline")).to_have_count(2)
+        assert page.evaluate(WIDE) == []
+        assert said == []
         page.close()

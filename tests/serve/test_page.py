@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 import serving
+from testtime import cli
 from testtime.data import digits
 from testtime.serve import demo
 from testtime.serve.page import load_page
@@ -220,3 +221,9 @@ def test_the_demo_feeds_a_frozen_and_an_adapting_stream(tmp_path: Path, monkeypa
         about = client.get("/v1/streams").json()["service"]["demo"]
         assert (about["frozen"], about["adapting"]) == (demo.FROZEN, demo.ADAPTING)
         assert "label" not in json.dumps(service.engine.residents.records[demo.ADAPTING].describe())
+
+
+@pytest.mark.parametrize("more", [["-c", "other"], ["--method", "best"], ["--shadow"]])
+def test_the_demo_has_its_own_network_and_method(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["serve", "--demo", *more]) == 2
+    assert "--demo" in capsys.readouterr().err

@@ -14,8 +14,6 @@ from testtime.serve.thumbnails import LAST, Thumbnail
 _ANSWERS = 8  # stored for repeated requests
 _RATE = 0.05  # of the moving averages
 _HISTORY, _STORED_HISTORY = 256, 32  # points of a resident and of a stored stream
-_NOTES = 1500
-_FIRST = 32  # images
 
 _COUNT = "an integer >= 0", lambda value: is_integer(value, 0)
 _AVERAGE = "a number or null", lambda value: value is None or is_number(value)
@@ -28,6 +26,8 @@ _KINDS = {
     **dict.fromkeys(("frozen", "pinned"), ("true or false", is_flag)),
     "answers": ("a table", is_table),
 }
+_NOTES = 1500  # of the demo
+_FIRST = 32  # images, for `first_loss`
 
 
 @dataclass
