@@ -130,8 +130,9 @@ class StreamRecord:
             self.rolled_back_in_row = self.rolled_back_in_row + 1 if answer["rolled_back"] else 0
         changed = answer["class"] != answer["before"]["class"]
         self.loss = _move(self.loss, answer["loss_before"])
-        if self.seen <= _FIRST:
-            self.first_loss = _move(self.first_loss, answer["loss_before"], 1 / self.seen)
+        if self.seen <= _FIRST and answer["loss_before"] is not None:
+            mean = self.first_loss or 0.0
+            self.first_loss = mean + (answer["loss_before"] - mean) / self.seen
         self.confidence = _move(self.confidence, answer["confidence"])
         self.changed = _move(self.changed, float(changed))
         if disagrees is not None:
@@ -154,7 +155,7 @@ class StreamRecord:
             self.history.popleft()
 
 
-def _move(average: float | None, value: float | None, rate: float = _RATE) -> float | None:
+def _move(average: float | None, value: float | None) -> float | None:
     if value is None or average is None:
         return average if value is None else value
-    return average + rate * (value - average)
+    return average + _RATE * (value - average)
