@@ -170,7 +170,6 @@ class Residents:
             self.slots.release(stream)
             self.records[stream].shrink()
             self._events.publish("evicted", stream=stream)
-            self.records[stream].thumbnails.clear()
         self._metrics.count("testtime_evictions_total", len(streams))
         self._metrics.observe("testtime_stage_seconds", time.perf_counter() - begin, stage="evict")
 
