@@ -15,6 +15,7 @@ from testtime.adaptation.adapters import Online
 from testtime.networks.checkpoint import bundled, load
 from testtime.progress import Progress
 from testtime.provenance import describe_machine
+from testtime.randomness import Draws
 
 EXTRAS = {
     "cli": ("typer", "rich"),
@@ -59,7 +60,7 @@ def examine(device: str = "cpu", speed: bool = True, progress: Progress | None =
 def measure_speed(device: str, progress: Progress | None = None) -> dict[str, Any]:
     """Measure steps per second of online learning from single images, for a few seconds."""
     learner = Online(load(_NETWORK).to(device))
-    images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = (Draws.of(0, torch.arange(4, device="cpu")).uniform(3, 32, 32) * 255).byte()
     learner(images).cpu()  # warm-up; may compile
     begin, steps, seconds = time.perf_counter(), 0, 0.0
     while seconds < _SECONDS:

@@ -158,7 +158,8 @@ class Streams(Adapter):
         with self._lock, torch.inference_mode(False), torch.no_grad():
             chosen = streams.to(self.device)
             if learned:
-                shape = read_shape(learned.pop("shape", torch.zeros(0))[:1].flatten(), self._networks[0])
+                shapes = learned.pop("shape", None)  # (M, 3)
+                shape = read_shape(None if shapes is None else shapes[:1].flatten(), self._networks[0])
                 store = self._learned if self._learned is not None else self._make_learner(shape)
                 if not isinstance(store, ReplicaStore) or store.shape != shape:
                     raise ValueError(f"The state does not fit: it is for images {shape}.")

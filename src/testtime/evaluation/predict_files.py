@@ -155,7 +155,9 @@ def predict(
         if not shown:
             continue
         images = torch.stack([image for _, image in shown])
-        prediction = adapter.predict(images, torch.tensor([hash_content(image) for image in images], device="cpu"))
+        prediction = adapter.predict(
+            images, torch.tensor([hash_content(image) for image in images], dtype=torch.int64, device="cpu")
+        )
         familiar = _find_familiar(adapter, prediction, usual or {})
         before, after = prediction.logits_before.softmax(-1).cpu(), prediction.logits.softmax(-1).cpu()
         names = card.classes or tuple(str(number) for number in range(after.shape[1]))

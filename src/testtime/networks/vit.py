@@ -189,8 +189,8 @@ def _positions(side: int, width: int) -> nn.Linear:
     """
     layer = nn.Linear(side**2, width, bias=False, dtype=_DTYPE)
     if not layer.weight.is_meta:
-        rates = 10_000 ** -torch.linspace(0, 1, max(1, width // 4), dtype=_DTYPE)
-        angles = torch.arange(side, dtype=_DTYPE)[:, None] * rates  # (side, rates)
+        rates = 10_000 ** -torch.linspace(0, 1, max(1, width // 4), dtype=_DTYPE, device="cpu")
+        angles = torch.arange(side, dtype=_DTYPE, device="cpu")[:, None] * rates  # (side, rates)
         waves = torch.cat([angles.sin(), angles.cos()], dim=1)
         rows, columns = waves.repeat_interleave(side, 0), waves.repeat(side, 1)  # (T, 2·rates) each
         values = torch.cat([rows, columns], dim=1).T[:width]

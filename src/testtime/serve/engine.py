@@ -72,7 +72,7 @@ class Engine:
 
     def warm_up(self, shape: tuple[int, ...]) -> None:
         """Take a step and undo it, so that the first request does not wait for what is made once."""
-        first = torch.tensor([0], device="cpu")
+        first = torch.tensor([0], dtype=torch.int64, device="cpu")
         self._streams.predict(torch.zeros(1, *shape, dtype=torch.float32, device="cpu"), streams=first)
         self._streams.reset(first)
 
@@ -100,7 +100,8 @@ class Engine:
         """
         begin, batch = time.perf_counter(), torch.stack(list(images))
         slots = torch.cat([self.residents.find_slot(stream) for stream in streams])
-        learns = torch.tensor([not self.residents.records[stream].frozen for stream in streams], device="cpu")
+        frozen = [self.residents.records[stream].frozen for stream in streams]
+        learns = ~torch.tensor(frozen, dtype=torch.bool, device="cpu")
         parts: list[tuple[Tensor, Prediction]] = []
         if learns.any():
             parts.append((learns.nonzero(), self._streams.predict(batch[learns], streams=slots[learns])))

@@ -93,7 +93,7 @@ class Residents:
 
     def find_slot(self, stream: str) -> Tensor:
         """Return the slot of a resident stream, `(1,)`."""
-        return torch.tensor([self.slots[stream]], device="cpu")
+        return torch.tensor([self.slots[stream]], dtype=torch.int64, device="cpu")
 
     def save(self, streams: Sequence[str], store: bool = False) -> list[Future[bool]]:
         """Write the states of resident streams.

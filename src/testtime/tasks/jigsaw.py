@@ -67,18 +67,20 @@ class Jigsaw(ClassTask):
 @torch.inference_mode(False)
 def _make_table(grid: int, device: torch.device) -> Tensor:
     # Cached, since a recorded graph cannot copy it from the host.
-    return torch.tensor(list_arrangements(grid), device=device)
+    return torch.tensor(list_arrangements(grid), dtype=torch.int64, device=device)
 
 
 @functools.cache
 def list_arrangements(grid: int) -> tuple[tuple[int, ...], ...]:
     """Return the arrangements of a grid's tiles, the identity first."""
     tiles = grid * grid
-    everything = torch.tensor(list(itertools.permutations(range(tiles))), device="cpu")  # in lexicographic order
+    orders = list(itertools.permutations(range(tiles)))  # in lexicographic order
+    everything = torch.tensor(orders, dtype=torch.int64, device="cpu")
     if grid == 2:
         return tuple(tuple(order) for order in everything.tolist())
     chosen = [0]
-    nearest = torch.full((len(everything),), tiles + 1, device="cpu")  # differing tiles to the most similar chosen one
+    # Differing tiles to the most similar chosen one.
+    nearest = torch.full((len(everything),), tiles + 1, dtype=torch.int64, device="cpu")
     while len(chosen) < _MOST:
         nearest = torch.minimum(nearest, (everything != everything[chosen[-1]]).sum(1))
         chosen.append(int(nearest.argmax()))  # of several, the first
