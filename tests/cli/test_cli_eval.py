@@ -24,7 +24,7 @@ def test_the_same_options_find_the_default_folder_again(
         assert code == 0
     folders = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert len(folders) == 2
-    assert out.endswith(f"runs/{folders[0]}: 1 units\n")
+    assert out.splitlines()[-1].startswith(f"runs/{folders[0]}: written")
     assert folders[0].startswith("eval-")
     assert run(*evaluation, "--limit", "6")[0] == 0
     assert len(list((tmp_path / "runs").iterdir())) == 3

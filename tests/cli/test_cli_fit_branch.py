@@ -86,5 +86,6 @@ def test_the_branch_of_a_model_is_trained(run: Run, tmp_path: Path, pictures: Pa
     code, _, err = run("fit-branch", *given[:2], *fit)
     assert code == 0, err
     code, out, err = run("predict", pictures, *given, tmp_path / "run" / "network.safetensors", "--device", "cpu")
-    assert (code, err) == (0, "")  # the branch is trained: no warning
+    assert (code, err.count("\n")) == (0, 1)  # the branch is trained: the network's name, and no warning
+    assert err.startswith("network: ")
     assert len(out.splitlines()) == 3

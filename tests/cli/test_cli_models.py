@@ -107,7 +107,10 @@ def test_eval_takes_a_model_and_methods_without_a_branch(run: Run, model: str, t
             assert found == pytest.approx([record.loss_after for record in expected], rel=1e-5)
 
 
-@pytest.mark.parametrize("command", [["predict", "."], ["eval", "--data", "digits"], ["diagnose", "--data", "digits"]])
+DIAGNOSE = ["diagnose", "-c", "digits-resnet8-gn-joint", "--data", "digits"]
+
+
+@pytest.mark.parametrize("command", [["predict", "."], ["eval", "--data", "digits"], DIAGNOSE])
 def test_bad_models_are_one_line(run: Run, command: list[str], model: str, tmp_path: Path, pictures: Path) -> None:
     words = [str(pictures) if word == "." else word for word in command]
     code, _, err = run(*words, "--weights", "w.pth")

@@ -459,7 +459,7 @@ def test_sets_are_named_by_patterns_and_folders_by_themselves(tmp_path: Path) ->
     assert named[:2] == ["digits-c/fog/5", str(tmp_path)]
     assert len(named) == 17
     assert named[-1] == "digits"
-    with pytest.raises(ValueError, match="matches no data set"):
+    with pytest.raises(ValueError, match="no such folder"):
         name_sets([str(tmp_path / "missing")])
 
 

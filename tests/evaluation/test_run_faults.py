@@ -164,7 +164,7 @@ def test_the_command_killed_and_then_interrupted(checkpoint: str, tmp_path: Path
         _, err = process.communicate(timeout=60)
         assert process.returncode == (-signal.SIGKILL if kill < kills else 130), err
         if kill == kills:
-            assert err.splitlines()[-1] == "stopped"
+            assert err.splitlines()[-1].startswith("stopped; run ")
         run = open_run(out)
         assert not run.damaged
         assert finished < len(run.units) < 48
@@ -187,7 +187,7 @@ def test_a_file_that_may_not_grow_is_one_line_and_the_run_resumes(checkpoint: st
     *before, line = err.splitlines()
     file = tmp_path / "run/units/fixed/digits/seed-0.safetensors"
     assert line == f"error: {file}: cannot be written (File too large)."
-    assert all(text.startswith("views  ") for text in before)
+    assert all(text.startswith("evaluate  ") for text in before)
     assert open_run(tmp_path / "run").units == []
     assert not leftovers(tmp_path / "run")
     assert cli.run(arguments) == 0

@@ -20,6 +20,7 @@ KERNELS = PACKAGE / "kernels"
 ROWS = [(*key, kernel) for key, rows in kernels.TABLE.items() for kernel in rows]
 MAY_ASK = {
     "cli/console.py": {"cuda"},  # chooses a device
+    "doctor.py": {"cuda"},  # names the device
     "precision.py": {"cuda"},  # sets what torch computes with
     "provenance.py": {"cuda"},  # names the device
     "training/processes.py": {"cuda"},  # gives each process a device

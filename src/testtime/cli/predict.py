@@ -118,9 +118,10 @@ def predict(
                 report(len(found) + len(unread), len(pictures), "")
         typer.echo(json.dumps({"network": name, "answers": found, "unread": unread}, indent=1))
     else:
-        echo(predict_files.format_classes(name, net.card.classes), err=True)
         unlike = 0
-        for answer in answers:
+        for number, answer in enumerate(answers):
+            if number == 0:
+                echo(predict_files.format_classes(name, net.card.classes), err=True)
             echo(predict_files.format_answer(answer))
             unlike += answer.familiar is False
         if unlike:

@@ -157,7 +157,7 @@ def _describe_unknown(pattern: str) -> str:
     looks_like_folder = pattern.endswith("/") or pattern.startswith((".", "/", "~")) or len(path.parts) > 1
     near = difflib.get_close_matches(pattern.split("/", 1)[0], FAMILIES, n=1)
     if looks_like_folder and not near:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # no such user; a null character
             folders = [inner.name for inner in path.expanduser().parent.iterdir() if inner.is_dir()]
             near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, folders, n=1)]
         return f"{pattern}: no such folder" + (f"; did you mean {near[0]}/?" if near else ".")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from testtime import augment as augmentations
 from testtime import tasks
-from testtime.networks.ynet import YNet
+from testtime.networks.ynet import YNet, check_task
 from testtime.randomness import Draws
 from testtime.tasks import Task, make_views
 
@@ -47,13 +47,14 @@ def measure_task(net: YNet, images: Tensor, draws: Draws) -> dict[str, Tensor] |
         draws: Keys `(N,)`.
 
     Returns:
-        The losses `(N,)` of copies and of plain images; None if there is no branch, or its task or augmentation are
-        not among those of this package.
+        The losses `(N,)` of copies and of plain images; None if there is no branch, it does not fit the task, or task
+        or augmentation are not among those of this package.
     """
     if net.ssl is None:
         return None
     try:
         task, augment = tasks.make(net.card.task), augmentations.make(net.card.augment)
+        check_task(net, task)
     except ValueError:
         return None
     made = {"copies": make_views(images, draws, 1, augment, task), "plain": task.probe(images)}
