@@ -58,8 +58,13 @@ def measure_task(net: YNet, images: Tensor, draws: Draws) -> dict[str, Tensor] |
     except ValueError:
         return None
     made = {"copies": make_views(images, draws, 1, augment, task), "plain": task.probe(images)}
-    losses = {name: task.loss(net.self_supervise(views), targets) for name, (views, targets) in made.items()}
-    return {name: loss.view(len(images), -1).mean(1) for name, loss in losses.items()}
+    losses = {}
+    for name, (views, targets) in made.items():
+        outputs = net.self_supervise(views)
+        if task.outputs is not None and outputs.shape[1:] != (task.outputs,):
+            return None
+        losses[name] = task.loss(outputs, targets).view(len(images), -1).mean(1)
+    return losses
 
 
 def read_task_loss(net: YNet, images: Literal["copies", "plain"] = "plain") -> TaskLoss | None:
