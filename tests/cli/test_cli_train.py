@@ -58,6 +58,7 @@ def test_a_killed_training_is_resumed_bit_for_bit(run: Run, tmp_path: Path) -> N
     assert not list((tmp_path / "killed").glob(".*"))
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TESTTIME_KERNELS", "off")  # custom kernels round more, and the large first steps amplify it
     with socket.socket() as free:

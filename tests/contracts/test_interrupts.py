@@ -75,7 +75,7 @@ def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("begun", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_call_counts_as_a_whole_or_not_at_all(name: str, begun: bool) -> None:
     def begin() -> tt.Adapter:

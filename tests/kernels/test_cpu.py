@@ -340,7 +340,8 @@ def test_there_is_no_second_derivative() -> None:
 @needs_compiler
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are kinds of x86-64")
-@pytest.mark.parametrize("kind", [pytest.param("x86-64-v2", marks=pytest.mark.slow), "x86-64-v3"])
+@pytest.mark.parametrize("kind", ["x86-64-v2", "x86-64-v3"])
+@pytest.mark.slow
 def test_processors_of_narrower_vectors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "x86-64-v3" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("this processor has no AVX2")
