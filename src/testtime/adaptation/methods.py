@@ -110,21 +110,16 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method("ttt", "trains the network's self-supervised task", _SUN, episodic={"steps": 10}, needs=("branch",)),
-        Method(
-            "best",
-            "ttt that averages the logits of the image and its mirror image",
-            _SUN,
-            settings={"mirrored": True},
-            episodic={"steps": 10},
-            needs=("branch",),
-        ),
-        Method(
-            "mirrored",
-            "ttt that averages the logits of the image and its mirror image",
-            _SUN,
-            settings={"mirrored": True},
-            episodic={"steps": 10},
-            needs=("branch",),
+        *(
+            Method(
+                name,
+                "ttt that averages the logits of the image and its mirror image",
+                _SUN,
+                settings={"mirrored": True},
+                episodic={"steps": 10},
+                needs=("branch",),
+            )
+            for name in ("best", "mirrored")
         ),
         Method(
             "rehearsal",
