@@ -25,7 +25,7 @@ def methods(as_json: Json = False) -> None:
         found = [{name: getattr(method, name) for name in names} for method in METHODS.values()]
         echo(*json.dumps(found, indent=1, ensure_ascii=False).split("\n"))
         return
-    echo(f"{'method':8} {'mode':9} {'needs':18} what it does, and its paper")
+    echo(f"{'method':9} {'mode':9} {'needs':18} what it does, and its paper")
     for method in METHODS.values():
-        echo(f"{method.name:8} {method.mode:9} {', '.join(method.needs) or '-':18} {method.summary}")
-        echo(f"{'':37} {method.paper}")
+        echo(f"{method.name:9} {method.mode:9} {', '.join(method.needs) or '-':18} {method.summary}")
+        echo(f"{'':38} {method.paper}")
