@@ -1,8 +1,6 @@
 """Make a bundled network from a trained one: recommended settings are added, numbers are stored as float16.
 
-    python results/bundle.py runs/robust/seed-0/network.safetensors cifar10-resnet26-gn-robust
-
-Measurements are made with the bundled file.
+python results/bundle.py runs/robust/seed-0/network.safetensors cifar10-resnet26-gn-robust
 """
 
 from __future__ import annotations

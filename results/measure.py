@@ -2,7 +2,7 @@
 
     python results/measure.py --list                        # the steps, and which results exist
     python results/measure.py selection-joint joint levels  # some steps, in this order
-    python results/measure.py --all                         # about five hours on one H200
+    python results/measure.py --all                         # hours on one H200
 
 A step is a `testtime` command, run from the root of the repository: `train-` steps train a network, `fit-` steps a
 branch for one, the others evaluate. Its run folder is `runs/STEP`; an interrupted step is resumed. Its result is then

@@ -20,6 +20,7 @@ from testtime.randomness import Draws
 EXTRAS = {
     "cli": ("typer", "rich"),
     "report": ("matplotlib", "jinja2"),
+    "serve": ("fastapi", "uvicorn"),
     "models": ("timm", "torchvision", "transformers"),
     "ray": ("ray",),
 }

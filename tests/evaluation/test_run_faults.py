@@ -128,7 +128,7 @@ def leftovers(folder: Path) -> list[Path]:
     return list(folder.rglob("*.part"))
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [6, pytest.param(15, marks=pytest.mark.slow)])
 def test_a_run_killed_many_times_ends_as_an_undisturbed_one(checkpoint: str, tmp_path: Path, kills: int) -> None:
     killer = start(sys.executable, "-c", KILLER, checkpoint, str(tmp_path / "killed"), str(kills))
     out, err = killer.communicate(timeout=120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Protocol
 
 import torch
@@ -58,7 +59,7 @@ class Task(Protocol):
         ...
 
 
-class ClassTask:
+class ClassTask(abc.ABC):
     """A task whose targets are class numbers, int64 `(M,)`, with as many outputs as classes.
 
     The loss is cross-entropy, the error is 1 where another class is predicted, the confidence is the probability of the
@@ -66,8 +67,9 @@ class ClassTask:
     """
 
     @property
+    @abc.abstractmethod
     def outputs(self) -> int:
-        raise NotImplementedError
+        """Number of classes."""
 
     @property
     def chance(self) -> float:
