@@ -182,6 +182,9 @@ def test_the_demo_compares_its_streams(browser: Any, tmp_path: Path, monkeypatch
     with serving.open_client(tmp_path, thumbnails=True) as (client, service):
         running = demo.Demo(service, str(client.base_url), pace=20)
         page, said = open_page(browser, client.base_url, viewport={"width": 400, "height": 900})
+        for name in (demo.FROZEN, demo.ADAPTING):  # the detail follows the adapting stream as soon as there is one
+            serving.send(client, name, images[0][0])
+            expect(page.locator("#stream")).to_have_text(name)
         with running:
             running._thread.join(60)
             expect(page.locator("#demo")).to_be_visible()
