@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from testtime.diagnosis.correlation import Correlation, gradient_correlation
     from testtime.diagnosis.measure import diagnose, find_reference
     from testtime.diagnosis.verdict import Diagnosis
+    from testtime.evaluation.recommended import recommend
     from testtime.evaluation.records import Flips, Record, error, evaluate, flips, running_error
     from testtime.networks.card import Card, CheckpointError
     from testtime.networks.checkpoint import bundled, load
@@ -67,6 +68,7 @@ _NAMES = {
     "diagnosis.correlation": ("Correlation", "gradient_correlation"),
     "diagnosis.measure": ("diagnose", "find_reference"),
     "diagnosis.verdict": ("Diagnosis",),
+    "evaluation.recommended": ("recommend",),
     "evaluation.records": ("Flips", "Record", "error", "evaluate", "flips", "running_error"),
     "networks.card": ("Card", "CheckpointError"),
     "networks.checkpoint": ("bundled", "load"),
@@ -135,6 +137,7 @@ __all__ = [
     "gradient_correlation",
     "load",
     "networks",
+    "recommend",
     "resnet18",
     "resnet26",
     "resnet50",

@@ -69,3 +69,15 @@ def test_the_bundled_digits_network_recommends_the_settings_of_the_demo() -> Non
 
     recommended = tt.load("digits-resnet8-gn-joint").card.settings
     assert recommended == {method.name: dict(method.settings) for method in METHODS if method.settings}
+
+
+def test_an_adapter_can_use_what_the_card_recommends() -> None:
+    net = tt.load("digits-resnet8-gn-joint")
+    adapter = tt.Online(net, **tt.recommend(net))
+    assert (adapter.settings.steps, adapter.settings.lr, adapter.settings.copies) == (2, 0.02, 1)
+    assert adapter.settings.task == tt.Rotation("all")
+    assert adapter.settings.augment == tt.CropFlip(padding=0, flip=False)
+    assert tt.recommend(net, "episodic")["lr"] == 0.01
+    assert tt.recommend(net, method="tent") == {}
+    with pytest.raises(ValueError, match="`mode` must be one of"):
+        tt.recommend(net, "always")  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""The settings that a network's card recommends, for commands that were not given any.
+"""The settings that a network's card recommends: commands use them, adapters made in Python only if asked to.
 
-Adapters made in Python do not use them: their defaults are the paper's.
+The defaults of adapters are the paper's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,25 @@ from testtime.evaluation.method_specs import MethodSpec
 from testtime.networks.card import CheckpointError
 from testtime.networks.checkpoint import find_checkpoint, read_parts
 from testtime.networks.sources import parse_source
+from testtime.networks.ynet import YNet
+
+
+def recommend(net: YNet, mode: Mode = "online", method: str = "ttt") -> dict[str, Any]:
+    """Return the settings that a network's card recommends, as arguments of an adapter; empty if there are none.
+
+    `tt.Online(net, **tt.recommend(net))` adapts as the commands do.
+
+    Args:
+        net: The network.
+        mode: `online` or `episodic`.
+        method: A name from `METHODS`.
+
+    Raises:
+        ValueError: There is no such mode or method, or the card recommends settings that are not valid.
+    """
+    return MethodSpec(
+        method, mode, settings=find_recommended(net.card.settings, method, mode), method=method
+    ).make_arguments()
 
 
 def find_recommended(settings: Mapping[str, dict[str, Any]], method: str, mode: Mode) -> dict[str, Any]:
