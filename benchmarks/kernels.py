@@ -77,13 +77,13 @@ def compiled() -> Iterator[None]:
     def compile_part(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*arguments: Any) -> Any:
             part = make(*arguments)
-            if not isinstance(part, replicas._Mapped):
+            if not isinstance(part, replicas.MappedPart):
                 part.forward = torch.compile(part.forward, dynamic=False)
             return part
 
         return made
 
-    names = ("_replicate", "_share")
+    names = ("replicate", "share")
     torch._dynamo.config.recompile_limit = 64  # every size of a batch is compiled by itself
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(kernels.TABLE, clear=True))  # and no variable for torch.compile to trace

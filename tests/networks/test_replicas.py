@@ -332,7 +332,7 @@ def test_ten_steps_with_momentum_decay_and_adam() -> None:
 
 @pytest.mark.parametrize("name", ["transformer", "class token"])
 def test_transformers_are_stacked(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "testtime.networks.replicas"):
+    with caplog.at_level(logging.INFO, "testtime.networks.replica_parts"):
         replicas = Replicas(net_of(name), 3, PARTS, pictures(2))
     assert caplog.messages == []
     norms = {layer for layer, module in replicas.net.named_modules() if isinstance(module, nn.LayerNorm)}
@@ -374,8 +374,8 @@ def test_one_replica_is_called_directly(name: str, monkeypatch: pytest.MonkeyPat
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("one replica went through vmap or through plain attention")
 
-    monkeypatch.setattr("testtime.networks.replicas.vmap", refuse)
-    monkeypatch.setattr("testtime.networks.replicas.plain_attention", refuse)
+    monkeypatch.setattr("testtime.networks.replica_parts.vmap", refuse)
+    monkeypatch.setattr("testtime.networks.replica_parts.plain_attention", refuse)
     net = net_of(name)
     replicas = Replicas(net, 1, PARTS, pictures(2))
     images = pictures(3).view(1, 3, 3, 16, 16)

@@ -46,7 +46,7 @@ from testtime.adaptation.selection import (
 from testtime.adaptation.settings import document_settings
 from testtime.adaptation.source import Source
 from testtime.adaptation.state import Stateful
-from testtime.networks.replicas import ReplicaError
+from testtime.networks.replica_parts import ReplicaError
 from testtime.networks.ynet import YNet, check_task
 from testtime.precision import Precision, arithmetic, choose_precision
 from testtime.tasks import Task

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from testtime.checks import format_value, is_integer
 from testtime.data.sets import TestSet
 from testtime.networks.card import FEATURES, STATISTICS, Statistics, compare_tensors
-from testtime.networks.replicas import plain_attention
+from testtime.networks.replica_parts import plain_attention
 from testtime.networks.resnet import GroupNormReLU
 from testtime.networks.stacked import NORMS
 from testtime.networks.task_loss import measure_task

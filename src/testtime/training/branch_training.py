@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from testtime import augment as augmentations
 from testtime import tasks
+from testtime.augment import Augment
 from testtime.networks.card import compare_tensors
 from testtime.networks.replicas import Part
 from testtime.networks.ynet import YNet
@@ -51,7 +52,7 @@ class BranchTraining:
         self.augment = augmentations.make(net.card.augment)
         task = tasks.make(net.card.task)
         self.task: Task = Rotation("all") if isinstance(task, Rotation) else task
-        self.shape = self._check_forward()
+        self.shape = _check_images(net, source, self.augment, self.task)
         self.parameters = {
             name: parameter
             for name, parameter in net.named_parameters()
@@ -71,7 +72,8 @@ class BranchTraining:
 
     def begin(self) -> None:
         """Make the optimizer; from here on, steps can be taken."""
-        if self._replica_fits():
+        count = sum(1 for part in self.parts for _ in getattr(self.net, part).parameters())
+        if count == len(self.parameters) and is_faster(self.net, self.device, self.recipe.precision):
             example = Draws.of(0, torch.arange(2, device=self.device)).uniform(*self.shape)
             precision = self.recipe.precision
             with arithmetic(precision, self.device):
@@ -94,10 +96,6 @@ class BranchTraining:
                 self.optimizer.state[tensor]["step"] = torch.tensor(
                     float(self.steps), dtype=torch.float32, device="cpu"
                 )
-
-    def _replica_fits(self) -> bool:
-        count = sum(1 for part in self.parts for _ in getattr(self.net, part).parameters())
-        return count == len(self.parameters) and is_faster(self.net, self.device, self.recipe.precision)
 
     def _by_parameter(self, buffers: list[Tensor]) -> Iterator[Tensor]:
         """Yield optimizer buffers, or views of the packed one, in the order of the parameters."""
@@ -213,18 +211,12 @@ class BranchTraining:
         rows = torch.arange(count, device=self.device) * pool.count // count
         with arithmetic(self.recipe.precision, self.device):
             for numbers in rows.split(size):
-                views, targets = self.task.probe(self._crop(pool.take(numbers)))
+                views, targets = self.task.probe(_crop(pool.take(numbers), self.shape))
                 outputs = self.model.self_supervise(views).float()
                 errors, losses = self.task.error(outputs, targets), self.task.loss(outputs, targets)
                 sums += torch.stack([errors.double().sum(), losses.double().sum()]) / (len(views) / len(numbers))
         error, loss = (sums / count).tolist()
         return error, loss
-
-    def _crop(self, images: Tensor) -> Tensor:
-        """Return the centre of images that are larger than the augmentation's crops."""
-        height, width = self.shape[-2:]
-        top, left = (max(0, have - want) // 2 for have, want in zip(images.shape[-2:], (height, width), strict=True))
-        return images[..., top : top + height, left : left + width]
 
     def remember(self) -> None:
         """Store what is trained as the best so far."""
@@ -276,19 +268,31 @@ class BranchTraining:
         """Return the tensors of the parts that are trained, by name."""
         return {name: tensor for name, tensor in self.net.state_dict().items() if name.split(".")[0] in self.parts}
 
-    @torch.no_grad()
-    def _check_forward(self) -> tuple[int, ...]:
-        """Run the network on one image; returns the shape of an augmented image."""
-        example = self.source.example
-        if self.net.channels not in (None, example.shape[1]):  # a single channel would silently be repeated
-            raise ValueError(f"`images` have {example.shape[1]} channels, the network takes {self.net.channels}.")
-        pool = self.source.pool
-        self.net.check_range("images", example if pool is None or pool.tensor is None else pool.tensor)
-        self.net.eval()
-        key = Draws.of(0, torch.zeros(1, dtype=torch.int64, device=self.device))
-        try:
-            image = self.augment(example, key.copies(1))[:, 0]
-            check_branch(self.net, self.task, image, key)
-        except RuntimeError as error:
-            raise ValueError(f"The network does not accept images of shape {self.source.shape}: {error}") from None
-        return tuple(image.shape[1:])
+
+@torch.no_grad()
+def _check_images(net: YNet, source: Source, augment: Augment, task: Task) -> tuple[int, ...]:
+    """Run the network on one image; returns the shape of an augmented image.
+
+    Raises:
+        ValueError: The network does not accept the images.
+    """
+    example = source.example
+    if net.channels not in (None, example.shape[1]):  # a single channel would silently be repeated
+        raise ValueError(f"`images` have {example.shape[1]} channels, the network takes {net.channels}.")
+    pool = source.pool
+    net.check_range("images", example if pool is None or pool.tensor is None else pool.tensor)
+    net.eval()
+    key = Draws.of(0, torch.zeros(1, dtype=torch.int64, device=example.device))
+    try:
+        image = augment(example, key.copies(1))[:, 0]
+        check_branch(net, task, image, key)
+    except RuntimeError as error:
+        raise ValueError(f"The network does not accept images of shape {source.shape}: {error}") from None
+    return tuple(image.shape[1:])
+
+
+def _crop(images: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the centre of images that are larger than the augmentation's crops."""
+    height, width = shape[-2:]
+    top, left = (max(0, have - want) // 2 for have, want in zip(images.shape[-2:], (height, width), strict=True))
+    return images[..., top : top + height, left : left + width]
