@@ -106,3 +106,14 @@ def test_what_cannot_be_followed_is_refused(given: dict[str, Any], message: str)
     for bad in ({"momentum": 1.0}, {"spread": -1.0}, {"online": "high"}, {"slope": None}):
         with pytest.raises(ValueError, match="must"):
             Calibration(**bad)  # type: ignore[arg-type]
+
+
+def test_the_calibration_travels_in_the_card() -> None:
+    net = make_network()
+    assert Auto(net).calibration == Calibration()
+    net.describe(settings={"auto": {"online": 1.5, "momentum": 0.5}})
+    assert Auto(net).calibration == Calibration(online=1.5, momentum=0.5)
+    assert Auto(net, calibration=Calibration()).calibration == Calibration()
+    net.describe(settings={"auto": {"offline": 1.5}})
+    with pytest.raises(ValueError, match=r"card has a calibration that is not valid: .*offline"):
+        Auto(net)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from testtime.evaluation.method_specs import MethodSpec
+import testtime as tt
+from testtime.evaluation.method_specs import MethodSpec, find_spec
 from testtime.networks.card import Card
 
 ALL = {"name": "rotation", "each": "all"}
@@ -30,3 +32,30 @@ def test_cost_counts_forward_passes(mode: Any, settings: dict[str, Any], expecte
 def test_cost_without_a_task_is_that_of_the_default_of_a_card() -> None:
     given = MethodSpec("one", "online", settings={"task": Card().task})
     assert MethodSpec("one", "online").cost == given.cost
+
+
+def test_a_calibration_makes_an_online_method_decide() -> None:
+    net = tt.collect(tt.load("digits-resnet8-gn-joint"), tt.data.open("digits", split="train").images(range(50)))
+    auto = find_spec("auto")
+    assert auto is not None
+    assert auto.make(net, 0).describe()["calibration"] == asdict(tt.Calibration())
+    settings = {"calibration": {"online": 1.5, "episodic": "never"}, "lr": 0.01}
+    adapter = MethodSpec("own", "online", settings=settings).make(net, 0)
+    assert isinstance(adapter, tt.Auto)
+    assert adapter.calibration == tt.Calibration(online=1.5, episodic=None)
+    assert adapter.settings.lr == 0.01
+
+
+@pytest.mark.parametrize(
+    ("mode", "calibration", "message"),
+    [
+        ("episodic", {}, "`calibration` is for online methods"),
+        ("online", {"offline": 1.0}, "offline"),
+        ("online", {"online": "always"}, "online"),
+        ("online", {"momentum": 2.0}, "momentum"),
+        ("online", {"momentum": "never"}, "momentum"),
+    ],
+)
+def test_calibrations_are_checked(mode: Any, calibration: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"own: .*{message}"):
+        MethodSpec("own", mode, settings={"calibration": calibration})

@@ -103,6 +103,13 @@ class Accuracy(NamedTuple):
     high: float
 
 
+def _read_calibration(net: YNet) -> Calibration:
+    try:
+        return Calibration(**net.card.settings.get("auto", {}))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"The network's card has a calibration that is not valid: {error}") from None
+
+
 def _reaches(drift: float, limit: float | None) -> bool:
     return limit is not None and drift >= limit
 
@@ -117,7 +124,7 @@ class Auto(Online):
     Args:
         net: The network; it is copied.
         method: A name from `METHODS` that needs a self-supervised branch, or such a `Method`.
-        calibration: The thresholds.
+        calibration: The thresholds; by default those of the network's card (`Card.settings["auto"]`), if it has any.
         reference: The task's loss on training data; by default what the network's statistics or its card say.
         **settings: See below; they override the method's. `steps` are those of online learning; episodes take the
             method's.
@@ -132,7 +139,7 @@ class Auto(Online):
         reference: float | None = None,
         **settings: Any,
     ) -> None:
-        self.calibration = calibration or Calibration()
+        self.calibration = calibration or _read_calibration(net)
         if not find_method(method).needs_branch:
             raise ValueError(f"`method` must need a self-supervised branch, whose loss Auto follows, got {method!r}.")
         if settings.setdefault("share", "image") != "image":

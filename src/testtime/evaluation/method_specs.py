@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from testtime import augment as augmentations
 from testtime import tasks
 from testtime.adaptation.adapters import Adapter, Episodic, Fixed, Online
+from testtime.adaptation.auto import Auto, Calibration
 from testtime.adaptation.guard import Guard
 from testtime.adaptation.methods import METHODS, Mode, find_method
 from testtime.adaptation.settings import Settings
@@ -49,6 +50,7 @@ _SETTINGS: dict[str, Kind] = {
     "statistics": ("a string", is_text),
     "constants": ("a table of numbers", is_table_of(is_number)),
     "resets": ('an integer or "never"', lambda value: is_integer(value) or value == "never"),
+    "calibration": ("a table", is_table),
 }
 _AUGMENT: dict[str, Kind] = {
     "name": ("a string", is_text),
@@ -60,6 +62,9 @@ _AUGMENT: dict[str, Kind] = {
 }
 _GUARD: dict[str, Kind] = {
     f.name: ("a string", is_text) if f.name == "fallback" else ("a number", is_number) for f in fields(Guard)
+}
+_CALIBRATION: dict[str, Kind] = {
+    f.name: ('a number or "never"', lambda value: is_number(value) or value == "never") for f in fields(Calibration)
 }
 _INFERENCE = ("precision", "mirrored")  # the settings of fixed methods
 
@@ -75,9 +80,10 @@ class MethodSpec:
             network of the plan.
         settings: Fields of `Settings` that differ from the method's defaults: steps, lr, copies, threshold, update,
             share, statistics, guard, precision, mirrored, resets, constants; `augment` and `task` as name and
-            arguments, `guard` as a number or the fields of a `Guard`. A fixed method accepts only precision and
-            mirrored. A `threshold` may be a percentage, e.g. "20%": on each test set it becomes that quantile of the
-            unadapted network's confidences, which takes one pass over the unlabelled set beforehand.
+            arguments, `guard` as a number or the fields of a `Guard`; `calibration`, fields of a `Calibration` or none
+            for those of the network's card, makes an online method an `Auto`. A fixed method accepts only precision
+            and mirrored. A `threshold` may be a percentage, e.g. "20%": on each test set it becomes that quantile of
+            the unadapted network's confidences, which takes one pass over the unlabelled set beforehand.
         method: A name from `METHODS`.
     """
 
@@ -92,6 +98,8 @@ class MethodSpec:
         try:
             self._check()
             self._settings()
+            if self.decides:
+                self._make_calibration()
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.name}: {error}") from None
 
@@ -110,6 +118,9 @@ class MethodSpec:
         check_entries(self.settings.get("augment", {}), _AUGMENT)
         if is_table(self.settings.get("guard")):
             check_entries(self.settings["guard"], _GUARD)
+        check_entries(self.settings.get("calibration", {}), _CALIBRATION)
+        if self.decides and self.mode != "online":
+            raise ValueError("`calibration` is for online methods.")
         idle = [name for name in self.settings if self.mode == "fixed" and name not in _INFERENCE]
         if idle:
             raise ValueError(f"a fixed method has no setting {', '.join(idle)}.")
@@ -136,7 +147,15 @@ class MethodSpec:
         if self.mode == "fixed":
             return Fixed(net, **self.settings)
         given: dict[str, Any] = {"method": self.method, **self._arguments(seed)}
+        if self.decides:
+            return Auto(net, calibration=self._make_calibration(), **given)
         return Episodic(net, parallel=parallel, **given) if self.mode == "episodic" else Online(net, **given)
+
+    def _make_calibration(self) -> Calibration | None:
+        about: dict[str, Any] = dict(self.settings["calibration"])
+        for name, value in about.items():
+            about[name] = None if value == "never" else value
+        return Calibration(**about) if about else None
 
     def make_streams(self, net: YNet, seed: int, count: int) -> Streams:
         """Return `count` parallel streams of an online method; the threshold must be a number."""
@@ -156,6 +175,11 @@ class MethodSpec:
             settings = self.make(net, 0, 1).describe()
         settings.pop("seed", None)  # belongs to the unit
         return {"mode": self.mode, "network": self.network, "settings": settings}
+
+    @property
+    def decides(self) -> bool:
+        """Whether it decides for every image whether to learn from it, as `Auto`."""
+        return "calibration" in self.settings
 
     @property
     def needs_branch(self) -> bool:
@@ -199,8 +223,8 @@ class MethodSpec:
         return find_method(self.method).make_settings(self.mode, given)
 
     def make_arguments(self) -> dict[str, Any]:
-        """Return the settings as arguments of an adapter."""
-        given = dict(self.settings)
+        """Return the settings as arguments of an adapter; a calibration is not among them."""
+        given = {name: value for name, value in self.settings.items() if name != "calibration"}
         for name, make in (("task", tasks.make), ("augment", augmentations.make)):
             if name in given:
                 given[name] = make(given[name])
@@ -238,6 +262,7 @@ DEFAULT_METHODS: dict[str, MethodSpec] = {
     "fixed": MethodSpec("fixed", "fixed"),
     "episodic": MethodSpec("episodic", "episodic"),
     "online": MethodSpec("online", "online"),
+    "auto": MethodSpec("auto", "online", settings={"calibration": {}}),
     **{name: MethodSpec(name, METHODS[name].mode, method=name) for name in METHODS if name != "ttt"},
 }
 """The methods that need no study, by name."""

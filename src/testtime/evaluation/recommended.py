@@ -86,7 +86,8 @@ def _format_value(value: Any) -> str:
     if not isinstance(value, Mapping):
         return str(value)
     rest = ", ".join(f"{key} {inner}" for key, inner in value.items() if key != "name")
-    return f"{value.get('name', '')} ({rest})" if rest else str(value.get("name", ""))
+    name = value.get("name", "" if rest else "default")
+    return f"{name} ({rest})".lstrip() if rest else str(name)
 
 
 def _read_settings(file: str) -> dict[str, dict[str, Any]]:
