@@ -51,6 +51,11 @@ TRAININGS = {
     "alp": "--data cifar10 --method alp --precision tf32",
     "uda": f"--data cifar10 --method uda --targets '{UDA_SETS}' --start {JOINT} --epochs 18 --lr 0.004 "
     "--views random --precision tf32",
+    "selection-vit-masked": "--data cifar10 --hold-out 5000 --network vit --task masked --precision bf16",
+    "selection-vit-rotation": "--data cifar10 --hold-out 5000 --network vit --precision bf16",
+    "vit-masked": "--data cifar10 --network vit --task masked --precision bf16",
+    "vit-rotation": "--data cifar10 --network vit --precision bf16",
+    "vit-plain": "--data cifar10 --network vit --method plain --precision bf16",
     "photographs-joint": f"{PHOTOGRAPHS} --weight-decay 0.0005 --precision tf32",
     "photographs-plain": f"{PHOTOGRAPHS} --weight-decay 0.0005 --method plain --precision tf32",
     "photographs-robust": f"{PHOTOGRAPHS} --weight-decay 0.0005 --recipe robust --precision tf32",
@@ -89,13 +94,35 @@ FITS = {
 
 BATCHED = "fixed,norm,tent,shot,eta,eata,rdumb,sar,cotta,lame,t3a,roid,rotta,actmad"
 METHODS = "--data cifar10-c --levels 5 --limit 2000 --shuffle --precision tf32"
+COMPARED = f"{BATCHED},dua,online,mirrored,rehearsal"
+RECURRING = "fixed,tent,eata,cotta,roid,online,rehearsal"
+SOME = "--limit 2000 --shuffle"
+PROTOCOLS = {
+    "reset": f"--methods {COMPARED} --batch 200 --shuffle",
+    "continual": f"--methods {COMPARED} --batch 200 --shuffle --protocol continual",
+    **{
+        f"continual-{order}": f"--methods {COMPARED} --batch 200 {SOME} --protocol continual --order {order}"
+        for order in (1, 2)
+    },
+    "mixed": f"--methods {COMPARED} --batch 200 {SOME} --protocol mixed",
+    **{
+        f"correlated-{concentration}": f"--methods {COMPARED} --batch 200 {SOME} --protocol correlated "
+        f"--concentration {concentration}"
+        for concentration in ("1", "0.1", "0.01")
+    },
+    **{f"batch-{batch}": f"--methods {COMPARED} --batch {batch} {SOME}" for batch in (1, 16, 64)},
+    "gradual": f"--methods {COMPARED} --batch 200 {SOME} --protocol gradual",
+    "seeds": f"--methods {COMPARED} --batch 200 --limit 1000 --shuffle --seed 0 --seed 1 --seed 2",
+    "memo": f"--methods memo {SOME}",
+}
+"""Name → arguments of the comparison of methods."""
 HELD_OUT = "--data cifar10-held-out-c --levels 5 --methods fixed,online --precision bf16 --shuffle"
 LEVEL_5 = "--data cifar10-c --levels 5 --methods fixed,online --precision bf16 --shuffle"
 EVALUATIONS = {
     **{
         name: f"-c runs/{name}/network.safetensors {HELD_OUT}"
         for name in (*TRAININGS, *FITS)
-        if name.startswith("selection-") and not name.endswith("plain")
+        if name.startswith("selection-") and not name.endswith("-plain")
     },
     "levels": f"-c {JOINT} --data cifar10-c --methods fixed,online --precision bf16 --shuffle",
     "standard-level-5": f"-c {JOINT} --data cifar10-c --levels 5 --methods fixed,episodic --precision bf16 --shuffle",
@@ -131,6 +158,19 @@ EVALUATIONS = {
             ("correlated", f"--methods {BATCHED},online --batch 200 --protocol correlated"),
         )
     },
+    **{
+        f"comparison-{name}-{protocol}": f"-c {network} --data cifar10-c --precision tf32 {options}"
+        + ("" if protocol == "gradual" else " --levels 5")
+        for name, network in (("gn", JOINT), ("bn", "cifar10-resnet26-bn-joint"), ("robust", ROBUST))
+        for protocol, options in PROTOCOLS.items()
+    },
+    "comparison-gn-recurring": f"-c {JOINT} --data cifar10-c --levels 5 --precision tf32 --methods {RECURRING} "
+    f"--batch 200 {SOME} --protocol recurring",
+    **{
+        f"vit-{task}-level-5": f"-c runs/vit-{task}/network.safetensors --data cifar10-c --levels 5 "
+        f"--methods fixed,episodic,online,best --precision bf16 {SOME}"
+        for task in ("masked", "rotation")
+    },
 }
 """Name → arguments of `testtime eval`."""
 
@@ -142,7 +182,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every step")
     parser.add_argument("--list", action="store_true", help="list the steps and leave")
     options = parser.parse_args()
-    known = [*(f"train-{name}" for name in TRAININGS), *(f"fit-{name}" for name in FITS), *EVALUATIONS]
+    known = list_steps()
     if options.list or not (options.steps or options.all):
         for name in known:
             print(f"{name:36} testtime {command(name)}")
@@ -152,6 +192,11 @@ def main() -> None:
         parser.error(f"there is no step {unknown[0]!r}; --list shows them")
     for name in known if options.all else options.steps:
         take(name)
+
+
+def list_steps() -> list[str]:
+    """Return the names of all steps."""
+    return [*(f"train-{name}" for name in TRAININGS), *(f"fit-{name}" for name in FITS), *EVALUATIONS]
 
 
 def command(name: str) -> str:
