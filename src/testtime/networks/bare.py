@@ -2,7 +2,7 @@
 
 A module adds or multiplies them by broadcasting over images. For replicas, each is replaced during a forward pass by a
 tensor with a row per image, that of its replica, which broadcasts in the same way. Whether a module's own code allows
-that is tested on an example (replicas.py).
+that is tested on an example (replica_parts.py).
 """
 
 from __future__ import annotations
