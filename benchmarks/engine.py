@@ -74,11 +74,11 @@ def naive_step(
     optimizer.step()
 
 
-def naive(net: YNet, images: torch.Tensor, copies: int, steps: int, online: bool) -> None:
+def naive(net: YNet, images: torch.Tensor, copies: int, steps: int, online: bool, lr: float = 0.001) -> None:
     """The usual loop: online continues with what it learned, otherwise every image starts from the trained weights."""
     net, rng = copy.deepcopy(net), random.Random(0)
     trained = copy.deepcopy(net.state_dict())
-    optimizer = torch.optim.SGD([*net.encoder.parameters(), *net.ssl.parameters()], lr=0.001)
+    optimizer = torch.optim.SGD([*net.encoder.parameters(), *net.ssl.parameters()], lr=lr)
     for image in images.cpu():
         picture = Image.fromarray(image.permute(1, 2, 0).numpy())
         if not online:

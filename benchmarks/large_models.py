@@ -37,7 +37,7 @@ from testtime.tasks import Rotation
 Row = dict[str, Any]
 Work = Callable[[], Any]
 
-COPIES, STREAMS, MANY = 32, 16, 1000
+COPIES, STREAMS, MANY, LR = 32, 16, 1000, 1e-6
 MODELS = {
     "torchvision resnet50": {},
     "torchvision vit_b_16": {},
@@ -60,7 +60,7 @@ def same_arithmetic(precision: str, device: str) -> Any:
 def make_naive(net: tt.YNet, images: Tensor, copies: int, precision: str, device: str) -> Work:
     def work() -> None:
         with same_arithmetic(precision, device):
-            naive(net, images, copies, 1, online=True)
+            naive(net, images, copies, 1, online=True, lr=LR)
 
     return work
 
@@ -85,7 +85,7 @@ def make_training(net: tt.YNet, size: int, batch: int, precision: str, device: s
 def make_adapter(kind: Callable[..., tt.Adapter], *arguments: Any, **settings: Any) -> tt.Adapter:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the branch is not trained
-        return kind(*arguments, lr=0.001, task=Rotation(), augment=CropFlip(), **settings)
+        return kind(*arguments, lr=LR, task=Rotation(), augment=CropFlip(), **settings)
 
 
 def list_work(net: tt.YNet, pool: Tensor, options: argparse.Namespace) -> dict[str, tuple[Work, int]]:

@@ -199,7 +199,7 @@ class Replicas:
 def put_rows(piece: Tensor, old: Tensor, rows: Tensor) -> None:
     """Overwrite the rows of a tensor `(S, ...)` where `rows`, bool `(S,)`, is true; other rows stay unchanged."""
     if kernels.take_over("put_rows", piece, old, rows) is None:
-        piece.copy_(torch.where(rows.view(-1, *[1] * (piece.dim() - 1)), old, piece))
+        torch.where(rows.view(-1, *[1] * (piece.dim() - 1)), old, piece, out=piece)
 
 
 def _copy(module: nn.Module, shares: bool) -> nn.Module:
