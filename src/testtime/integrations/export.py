@@ -26,7 +26,7 @@ class _Classifier(nn.Module):
 
     def __init__(self, net: YNet) -> None:
         super().__init__()
-        self.net = copy.deepcopy(net).eval().cpu()
+        self.net = copy.deepcopy(net).cpu()
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.net(images)
@@ -51,7 +51,7 @@ def export(net: YNet | Online, path: str | Path, *, shape: Sequence[int] | None 
         OSError: The file cannot be written.
     """
     net = net.network() if isinstance(net, Online) else net
-    model = _Classifier(net)
+    model = _Classifier(net).eval()
     example = _make_images(2, _find_shape(net, shape))
     with atomic_file(path) as temporary, torch.inference_mode(False), torch.no_grad():
         torch.onnx.export(

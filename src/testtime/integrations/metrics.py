@@ -3,9 +3,10 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from testtime.adaptation.adapters import Adapter
@@ -51,21 +52,27 @@ def measure(
     before.reset()
     after.reset()
     left = limit
-    for images, labels in _read(test_set, batch):
-        images, labels = images[:left], labels[:left]
+    scores = test_set.scores if isinstance(test_set, TestSet) else Tensor.detach
+    for numbers, images, labels in _read(test_set, batch):
+        numbers, images, labels = numbers[:left], images[:left], labels[:left]
         if len(images) == 0:
             break
-        answers = adapter.predict(images)
-        scores = test_set.scores if isinstance(test_set, TestSet) else Tensor.detach
+        answers = adapter.predict(images, samples=numbers)
         before.update(scores(answers.logits_before), labels.to(adapter.device))
         after.update(scores(answers.logits), labels.to(adapter.device))
         left = None if left is None else left - len(images)
     return {"before": before.compute(), "after": after.compute()}
 
 
-def _read(test_set: TestSet | Iterable[tuple[Tensor, Tensor]], batch: int) -> Iterable[tuple[Tensor, Tensor]]:
-    if not isinstance(test_set, TestSet):
-        return test_set
-    if test_set.labels is None:
-        raise ValueError(f"{test_set.name} has no labels, which metrics need.")
-    return ((images, labels) for _, images, labels in test_set.chunks(batch) if labels is not None)
+def _read(test_set: TestSet | Iterable[tuple[Tensor, Tensor]], batch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield sample numbers, images and labels."""
+    if isinstance(test_set, TestSet):
+        for numbers, images, labels in test_set.chunks(batch):
+            if labels is None:
+                raise ValueError(f"{test_set.name} has no labels, which metrics need.")
+            yield numbers, images, labels
+        return
+    count = 0
+    for images, labels in test_set:
+        yield torch.arange(count, count + len(images), device="cpu"), images, labels
+        count += len(images)
