@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-extras lint docs bench clean
+.PHONY: demo test test-extras lint docs bench release clean
 
 demo: $(INSTALLED) ## train on the built-in digits, adapt under shifts, write demo/index.html
 	$(BIN)/testtime demo --out demo
@@ -24,6 +24,9 @@ docs: $(INSTALLED) ## make the tables and figures of README.md and docs/ again, 
 
 bench: $(INSTALLED) ## the quick form of every benchmark
 	for script in benchmarks/*.py; do $(BIN)/python $$script --quick || exit 1; done
+
+release: ## build sdist and wheel, check them on the lowest and the newest versions and on every Python; uploads nothing
+	$(PYTHON) tools/release.py
 
 clean:
 	rm -rf .venv .venv-models demo dist build .pytest_cache .ruff_cache .hypothesis

@@ -15,7 +15,7 @@ ROOT = Path(testtime.__file__).parent
 ROOMS = (
     "threads", "kernels", "randomness", "precision", "storage", "checks", "tensorfile", "provenance", "progress",
     "bundle", "augment", "tasks", "corruptions", "data", "networks", "adaptation", "training", "evaluation",
-    "diagnosis", "report", "serve", "demo", "quick_demo", "doctor", "cli", "__main__",
+    "diagnosis", "report", "serve", "demo", "quick_demo", "doctor", "integrations", "cli", "__main__",
 )  # fmt: skip
 MODULES = {
     ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path

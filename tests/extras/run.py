@@ -132,6 +132,11 @@ EXTRAS = {
     ),
     "LaTeX": Extra(("tests/extras/test_latex.py",), program="pdflatex", debian="texlive-latex-recommended"),
     "ray": Extra(("tests/extras/test_ray.py",), packages=("ray",), environment={"RAY_USAGE_STATS_ENABLED": "0"}),
+    "integrations": Extra(
+        ("tests/extras/test_integrations.py",),
+        packages=("torchmetrics", "lightning", "tensorboard", "huggingface_hub", "onnx", "onnxscript", "onnxruntime"),
+    ),
+    "project files": Extra(("tests/extras/test_project_files.py",), packages=("check-jsonschema",)),
     "schemathesis": Extra(("tests/extras/test_schemathesis.py",), packages=("schemathesis",)),
     "browser": Extra(
         ("tests/extras/test_browser.py", "tests/extras/test_serve_page.py"),
