@@ -1,0 +1,87 @@
+"""The reference of the command line and of the public names, made from the code while the site is built."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+import testtime
+from testtime.cli.commands import app
+
+_NAMES = re.compile(r"<!-- api: (.*?) -->", re.DOTALL)
+_COMMANDS = "<!-- commands -->"
+
+
+def fill_reference(page: str) -> str:
+    """A page in which the marks `<!-- commands -->` and `<!-- api: NAME, … -->` are replaced."""
+    page = page.replace(_COMMANDS, format_commands()) if _COMMANDS in page else page
+    return _NAMES.sub(lambda found: format_names(_split(found[1])), page)
+
+
+def find_names(page: str) -> list[str]:
+    """The public names that a page documents."""
+    return [name for found in _NAMES.finditer(page) for name in _split(found[1])]
+
+
+def format_names(names: list[str]) -> str:
+    """Directives of autodoc for public names of the package."""
+    blocks = []
+    for name in names:
+        value = getattr(testtime, name)
+        if inspect.ismodule(value):
+            kind = "module"
+        elif inspect.isclass(value):
+            kind = "exception" if issubclass(value, Exception) else "class"
+        else:
+            kind = "function" if callable(value) else "data"
+        options = "   :no-value:\n" if kind == "data" else ""
+        blocks.append(f"```{{eval-rst}}\n.. auto{kind}:: testtime.{name}\n{options}```")
+    return "\n\n".join(blocks)
+
+
+def list_commands() -> dict[str, Any]:
+    """The commands by their full names, e.g. `data get`, in the order of the help."""
+    return dict(_walk(typer.main.get_command(app), ""))
+
+
+def format_commands() -> str:
+    """A section for each command: its usage, its help, its examples and all its options."""
+    return "\n\n".join(_format_command(name, command) for name, command in list_commands().items())
+
+
+def _walk(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _walk(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
+
+
+def _format_command(name: str, command: Any) -> str:
+    context = command.context_class(command, info_name=f"testtime {name}")
+    text, _, examples = inspect.cleandoc(command.help or "").partition("Examples:\n")
+    usage = " ".join(command.collect_usage_pieces(context))
+    parts = [f"## testtime {name}", text.strip(), f"```sh\ntesttime {name} {usage}\n```"]
+    if examples:
+        parts.append(f"Examples:\n\n```sh\n{inspect.cleandoc(examples)}\n```")
+    panels: dict[str, list[str]] = {}
+    for parameter in command.params:
+        record = None if parameter.hidden else parameter.get_help_record(context)
+        if record is not None:
+            signature, about = record
+            panels.setdefault(parameter.rich_help_panel or "", []).append(f"- `{signature}`: {_escape(about)}")
+    for panel, lines in panels.items():
+        parts.append(f"**{panel or 'Arguments and options'}**\n\n" + "\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _escape(text: str) -> str:
+    return re.sub(r"([<>*_\[\]|$])", r"\\\1", text)
+
+
+def _split(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",")]
