@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-extras lint docs bench clean
+.PHONY: demo test test-extras lint docs tables bench clean
 
 demo: $(INSTALLED) ## train on the built-in digits, adapt under shifts, write demo/index.html
 	$(BIN)/testtime demo --out demo
@@ -19,16 +19,23 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-docs: $(INSTALLED) ## make the tables and figures of README.md and docs/ again, from results/
+docs: .venv/.docs ## build the site into site/; a broken link or a page outside the navigation fails
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d build/doctrees docs site
+
+tables: $(INSTALLED) ## make the tables and figures of README.md and docs/ again, from results/
 	$(BIN)/python docs/generate
 
 bench: $(INSTALLED) ## the quick form of every benchmark
 	for script in benchmarks/*.py; do $(BIN)/python $$script --quick || exit 1; done
 
 clean:
-	rm -rf .venv .venv-models demo dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-models demo dist build site .pytest_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,report,serve,dev]'
+	touch $@
+
+.venv/.docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@

@@ -36,8 +36,11 @@ myst_enable_extensions = ["attrs_inline"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_preserve_defaults = True
-autodoc_default_options = {"members": True, "inherited-members": "Module,Exception,ABC,tuple,dict,Generic"}
+autodoc_default_options = {
+    "members": True,
+    "inherited-members": "Module,Exception,ABC,tuple,dict,Generic",
+    "no-value": True,
+}
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
@@ -58,5 +61,10 @@ def _fill_reference(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] = fill_reference(source[0])
 
 
+def _name_settings(app: Sphinx, kind: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    lines[:] = ["Keyword Args:" if line.startswith("Settings (defaults") else line for line in lines]
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", _fill_reference)
+    app.connect("autodoc-process-docstring", _name_settings, priority=400)  # before napoleon reads the sections

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import typer
 
 import testtime
+from testtime import _MODULE_OF
 from testtime.cli.commands import app
 
 _NAMES = re.compile(r"<!-- api: (.*?) -->", re.DOTALL)
@@ -29,18 +31,21 @@ def find_names(page: str) -> list[str]:
 
 def format_names(names: list[str]) -> str:
     """Directives of autodoc for public names of the package."""
-    blocks = []
-    for name in names:
-        value = getattr(testtime, name)
-        if inspect.ismodule(value):
-            kind = "module"
-        elif inspect.isclass(value):
-            kind = "exception" if issubclass(value, Exception) else "class"
-        else:
-            kind = "function" if callable(value) else "data"
-        options = "   :no-value:\n" if kind == "data" else ""
-        blocks.append(f"```{{eval-rst}}\n.. auto{kind}:: testtime.{name}\n{options}```")
-    return "\n\n".join(blocks)
+    return "\n\n".join(f"```{{eval-rst}}\n{_direct(name)}\n```" for name in names)
+
+
+def _direct(name: str) -> str:
+    value = getattr(testtime, name)
+    if inspect.ismodule(value):  # without what has a section of its own
+        return f".. automodule:: testtime.{name}\n   :exclude-members: {', '.join(testtime.__all__)}"
+    if inspect.isclass(value):
+        return f".. auto{'exception' if issubclass(value, Exception) else 'class'}:: testtime.{name}"
+    if callable(value):
+        return f".. autofunction:: testtime.{name}"
+    from sphinx.pycode import ModuleAnalyzer  # the tests read this module without Sphinx
+
+    about = ModuleAnalyzer.for_module(f"testtime.{_MODULE_OF[name]}").find_attr_docs()["", name]
+    return "\n   ".join([f".. py:data:: testtime.{name}\n", *about])
 
 
 def list_commands() -> dict[str, Any]:
@@ -63,11 +68,10 @@ def _walk(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _format_command(name: str, command: Any) -> str:
     context = command.context_class(command, info_name=f"testtime {name}")
-    text, _, examples = inspect.cleandoc(command.help or "").partition("Examples:\n")
+    text, *examples = re.split(r"^Examples?:\n", inspect.cleandoc(command.help or ""), flags=re.MULTILINE)
     usage = " ".join(command.collect_usage_pieces(context))
     parts = [f"## testtime {name}", text.strip(), f"```sh\ntesttime {name} {usage}\n```"]
-    if examples:
-        parts.append(f"Examples:\n\n```sh\n{inspect.cleandoc(examples)}\n```")
+    parts += [f"Examples:\n\n```sh\n{textwrap.dedent(lines).strip()}\n```" for lines in examples]
     panels: dict[str, list[str]] = {}
     for parameter in command.params:
         record = None if parameter.hidden else parameter.get_help_record(context)
