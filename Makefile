@@ -11,7 +11,7 @@ demo: $(INSTALLED) ## train on the built-in digits, adapt under shifts, write de
 test: lint ## everything that must hold: style, types, tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" --ignore=tests/extras
 
-test-extras: $(INSTALLED) ## what takes or needs more: slow tests, models, kernels off, sanitizers, Triton, Ray, LaTeX, made-up requests, a browser
+test-extras: $(INSTALLED) ## what takes or needs more: slow tests, models, kernels off, sanitizers, Triton, Ray, LaTeX, made-up requests, a browser, notebooks, the site
 	$(BIN)/python tests/extras/run.py
 
 lint: $(INSTALLED)
