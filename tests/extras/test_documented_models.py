@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-timm = pytest.importorskip("timm")
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
-
 from code_blocks import ROOT, read_blocks
 
+timm = pytest.importorskip("timm")
 BLOCKS = [block for block in read_blocks(ROOT / "docs/models.md") if block.mark == "models"]
 
 

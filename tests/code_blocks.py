@@ -27,7 +27,7 @@ from typing import Any
 
 from testtime import cli
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 _BLOCK = re.compile(
     r"(?:^<!-- run(?P<mark>(?:: [^>]*?)?) -->\n)?^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
