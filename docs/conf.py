@@ -28,6 +28,7 @@ version = release = testtime.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["generate", "notebooks"]
 nitpicky = False
+smartquotes = False  # two dashes are an option, not a dash
 default_role = "code"  # docstrings have `names` in single backticks
 suppress_warnings = ["config.cache"]
 
