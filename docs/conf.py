@@ -28,7 +28,6 @@ version = release = testtime.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["generate", "notebooks"]
 nitpicky = False
-smartquotes = False  # two dashes are an option, not a dash
 default_role = "code"  # docstrings have `names` in single backticks
 suppress_warnings = ["config.cache"]
 
@@ -51,6 +50,7 @@ html_theme = "furo"
 html_title = "testtime"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_favicon = "static/icon.svg"
 html_copy_source = False
 html_show_sphinx = False
 templates_path: list[str] = []

@@ -70,7 +70,7 @@ def _format_command(name: str, command: Any) -> str:
     context = command.context_class(command, info_name=f"testtime {name}")
     text, *examples = re.split(r"^Examples?:\n", inspect.cleandoc(command.help or ""), flags=re.MULTILINE)
     usage = " ".join(command.collect_usage_pieces(context))
-    parts = [f"## testtime {name}", text.strip(), f"```sh\ntesttime {name} {usage}\n```"]
+    parts = [f"## testtime {name}", _mark_options(text.strip()), f"```sh\ntesttime {name} {usage}\n```"]
     parts += [f"Examples:\n\n```sh\n{textwrap.dedent(lines).strip()}\n```" for lines in examples]
     panels: dict[str, list[str]] = {}
     for parameter in command.params:
@@ -84,7 +84,11 @@ def _format_command(name: str, command: Any) -> str:
 
 
 def _escape(text: str) -> str:
-    return re.sub(r"([<>*_\[\]|$])", r"\\\1", text)
+    return _mark_options(re.sub(r"([<>*_\[\]|$])", r"\\\1", text))
+
+
+def _mark_options(text: str) -> str:
+    return re.sub(r"(?<![\w-])--[a-z][a-z-]*", r"`\g<0>`", text)
 
 
 def _split(names: str) -> list[str]:
