@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import re
 import shutil
 import subprocess
 import sys
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,20 @@ def test_every_public_name_and_command_has_an_anchor(site: Path) -> None:
     for name, command in group.commands.items():
         names = [f"{name}-{part}" for part in command.commands] if hasattr(command, "commands") else [name]
         assert {f"testtime-{each}" for each in names} <= anchors
+
+
+def test_links_lead_to_files_and_anchors_of_the_site(site: Path) -> None:
+    texts = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
+    anchors = {page: set(re.findall(r'id="([^"]+)"', text)) for page, text in texts.items()}
+    broken = []
+    for page, text in texts.items():
+        for target in re.findall(r'(?:href|src)="([^"]+)"', text):
+            file, _, anchor = urllib.parse.unquote(html.unescape(target)).partition("#")
+            path = (page.parent / file.partition("?")[0]).resolve() if file else page
+            is_ours = "://" not in target and not target.startswith("data:")
+            if is_ours and not (path.is_file() and (not anchor or anchor in anchors.get(path, {anchor}))):
+                broken.append((page.name, target))
+    assert broken == []
 
 
 @pytest.mark.parametrize("width", [1280, 400])
