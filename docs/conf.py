@@ -38,7 +38,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {
     "members": True,
-    "inherited-members": "Adapter,Module,Exception,ABC,tuple,dict,Generic",
+    "inherited-members": "Adapter,Stateful,Module,Exception,ABC,tuple,dict,Generic",
     "no-value": True,
 }
 python_maximum_signature_line_length = 88

@@ -38,6 +38,8 @@ def _direct(name: str) -> str:
     value = getattr(testtime, name)
     if inspect.ismodule(value):  # without what has a section of its own
         return f".. automodule:: testtime.{name}\n   :exclude-members: {', '.join(testtime.__all__)}"
+    if value is testtime.Adapter:  # what adapters have in common is shown here, and only here
+        return f".. autoclass:: testtime.{name}\n   :inherited-members: Module"
     if inspect.isclass(value):
         return f".. auto{'exception' if issubclass(value, Exception) else 'class'}:: testtime.{name}"
     if callable(value):
