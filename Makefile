@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-extras lint docs bench release clean
+.PHONY: demo test test-extras lint docs tables bench release clean
 
 demo: $(INSTALLED) ## train on the built-in digits, adapt under shifts, write demo/index.html
 	$(BIN)/testtime demo --out demo
@@ -11,7 +11,7 @@ demo: $(INSTALLED) ## train on the built-in digits, adapt under shifts, write de
 test: lint ## everything that must hold: style, types, tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" --ignore=tests/extras
 
-test-extras: $(INSTALLED) ## what takes or needs more: slow tests, models, kernels off, sanitizers, Triton, Ray, LaTeX, made-up requests, a browser
+test-extras: $(INSTALLED) ## what takes or needs more: slow tests, models, kernels off, sanitizers, Triton, Ray, LaTeX, made-up requests, a browser, notebooks, the site
 	$(BIN)/python tests/extras/run.py
 
 lint: $(INSTALLED)
@@ -19,7 +19,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-docs: $(INSTALLED) ## make the tables and figures of README.md and docs/ again, from results/
+docs: .venv/.docs ## build the site into site/; a broken link or a page outside the navigation fails
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d build/doctrees docs site
+
+tables: $(INSTALLED) ## make the tables and figures of README.md and docs/ again, from results/
 	$(BIN)/python docs/generate
 
 bench: $(INSTALLED) ## the quick form of every benchmark
@@ -29,9 +32,13 @@ release: ## build sdist and wheel, check them on the lowest and the newest versi
 	$(PYTHON) tools/release.py
 
 clean:
-	rm -rf .venv .venv-models demo dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-models demo dist build site .pytest_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,report,serve,dev]'
+	touch $@
+
+.venv/.docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@

@@ -43,12 +43,13 @@ def make_parts() -> dict[Path, Parts]:
     """The generated parts of every document, by its path and their names."""
     docs = Path("docs")
     return {
-        Path("README.md"): make_readme(),
+        Path("README.md"): {"level 5": errors.format_short(by_level(read_main())[5])},
         docs / "demo.md": {"demo": errors.format_demo(collect(open_runs(ROOT / DEMO)))},
         docs / "kernels.md": {
             "kernels on the GPU": speed.format_gpu_kernels(read_file(Path("results/kernels-h200.json"))),
             "kernels on the CPU": speed.format_cpu_kernels(read_file(Path("results/kernels-cpu.json"))),
         },
+        docs / "speed.md": make_speed(),
         docs / "imagenet.md": make_imagenet(),
         docs / "results.md": make_summary(),
         docs / "results/levels.md": make_levels(),
@@ -63,13 +64,12 @@ def make_parts() -> dict[Path, Parts]:
     }
 
 
-def make_readme() -> Parts:
-    """The parts of the README."""
+def make_speed() -> Parts:
+    """The parts of the page on speed."""
     cpu, gpu, training = (
         read_file(Path(f"results/{name}.json")) for name in ("engine-cpu", "engine-h200", "train-h200")
     )
     return {
-        "level 5": errors.format_short(by_level(read_main())[5]),
         "engine on the CPU": speed.format_engine(cpu, "resnet26"),
         "engine on the GPU": speed.format_engine(gpu, "resnet26"),
         "engine on the GPU at 224": speed.format_engine(gpu, "resnet18"),

@@ -121,6 +121,14 @@ MODELS = Venv(
 EXTRAS = {
     "slow": Extra(("-n", "2", "-m", "slow and not gpu", "--ignore=tests/extras")),
     "models": Extra(("-n", "2", "tests/extras/test_models.py", "tests/extras/test_model_sources.py"), venv=MODELS),
+    "documented models": Extra(("tests/extras/test_documented_models.py",), venv=MODELS),
+    "notebooks": Extra(("tests/extras/test_notebooks.py",), packages=("nbclient", "ipykernel")),
+    "site": Extra(
+        ("tests/extras/test_site.py",),
+        packages=("sphinx", "myst-parser", "furo", "playwright"),
+        program="chromium",
+        debian="chromium",
+    ),
     "kernels off": Extra(("-n", "2", "tests/contracts"), environment={"TESTTIME_KERNELS": "off"}),
     "sanitizers": Extra(("tests/extras/test_sanitizers.py",)),
     "emulated CUDA": Extra(("tests/extras/test_emulated_kernels.py",)),

@@ -151,7 +151,7 @@ def corrupt_imagenet(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> Path:
-    """Write ImageNet-C for a folder of pictures: NAME/LEVEL/TREE/*.JPEG, 224 × 224, JPEG quality 85.
+    """Write ImageNet-C for a folder of pictures: `NAME/LEVEL/TREE/*.JPEG`, 224 × 224, JPEG quality 85.
 
     As published, the short side of a picture is resized to 256, its centre 224 × 224 cropped and corrupted.
 
