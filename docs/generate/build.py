@@ -43,7 +43,7 @@ def make_parts() -> dict[Path, Parts]:
     """The generated parts of every document, by its path and their names."""
     docs = Path("docs")
     return {
-        Path("README.md"): {"level 5": errors.format_short(by_level(read_main())[5])},
+        Path("README.md"): make_readme(),
         docs / "demo.md": {"demo": errors.format_demo(collect(open_runs(ROOT / DEMO)))},
         docs / "kernels.md": {
             "kernels on the GPU": speed.format_gpu_kernels(read_file(Path("results/kernels-h200.json"))),
@@ -62,6 +62,15 @@ def make_parts() -> dict[Path, Parts]:
         },
         docs / "results/photographs.md": make_photographs(),
     }
+
+
+def make_readme() -> Parts:
+    """The parts of the README."""
+    networks = {
+        "cifar10-resnet26-gn-joint": by_level(read_main())[5],
+        "cifar10-resnet26-gn-robust": by_level(read_results("robust-0"))[5],
+    }
+    return {"expected": errors.format_expected(networks, ("fixed", "episodic", "online", "best"))}
 
 
 def make_speed() -> Parts:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from testtime.report.correlation import PAPER, PREDICTORS, Joined
 from testtime.report.paper import PAPER_NAMES, Measure, find_table
-from testtime.report.results import MEAN, ORIGINAL, Results, Table, column_short, column_title, method_title
+from testtime.report.results import MEAN, ORIGINAL, Results, Table, column_title, method_title
 from testtime.report.run_tables import difference, markdown
 
 from .documents import ends, minus, points, table
@@ -22,16 +22,15 @@ def format_table(results: Results, one: Table, measure: Measure = "error") -> st
     return "\n".join(line for line in text.splitlines() if line.startswith("|"))
 
 
-def format_short(top: Table) -> str:
-    """A table without intervals, with the paper's mean."""
+def format_expected(networks: Mapping[str, Table], methods: Sequence[str]) -> str:
+    """The errors of a few methods at level 5 and on the original images, by the name of the network."""
     rows = []
-    for method, row in top.rows.items():
-        known = top.paper_value(method, MEAN, "error")
-        cells = [f"{row[column].error:.1f}" if column in row else "" for column in top.columns[:-1]]
-        mean = f"**{row[MEAN].error:.1f}**" if MEAN in row else ""
-        name = method_title(method).replace(method, f"`{method}`", 1)
-        rows.append([name, *cells, mean, "" if known is None else f"{known:.1f}"])
-    return table(["error in %", *(column_short(name) for name in top.columns[:-1]), "**mean**", "paper's mean"], rows)
+    for name, top in networks.items():
+        for words, column in (("original images", ORIGINAL), ("mean of 15 corruptions, level 5", MEAN)):
+            rows.append(
+                [f"`{name}`" if column == ORIGINAL else "", words, *(_error(top, each, column) for each in methods)]
+            )
+    return table(["error in %", "", *(f"`{method}`" for method in methods)], rows, words=(0, 1))
 
 
 def format_means(results: Results, part: Results) -> str:

@@ -69,9 +69,9 @@ def test_means_and_differences(results: Results, tmp_path: Path) -> None:
     assert differences[5:] == ["+6.9", "1 of 4", "brightness +37.4", "gaussian noise −9.4"]
 
 
-def test_short_table(results: Results) -> None:
-    shown = errors.format_short(results.tables[0])
-    assert row(shown, "`fixed` (JT)") == ["8.0", "40.0", "20.0", "10.0", "23.3", "29.8"]
+def test_expected_errors(results: Results) -> None:
+    shown = errors.format_expected({"net": results.tables[0]}, ("fixed", "best")).splitlines()
+    assert shown[2:] == ["| `net` | original images | 8.0 |  |", "|  | mean of 15 corruptions, level 5 | 23.3 |  |"]
 
 
 def test_where_online_is_above_fixed(results: Results) -> None:
