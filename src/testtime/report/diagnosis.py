@@ -20,7 +20,7 @@ from testtime.checks import (
     is_table_of,
     is_text,
 )
-from testtime.report.canvas import Drawing, Tones, colour_of
+from testtime.report.canvas import Drawing, Tones, colour_of, hover
 from testtime.report.pages import open_template
 from testtime.storage import FileError, printable, read_json, write_atomic
 
@@ -156,6 +156,7 @@ def draw_agreement(entries: Sequence[Mapping[str, Any]]) -> Drawing | None:
             half = 2 * (agreement["cosine_error"] or 0)
             axes.hlines(index, agreement["cosine"] - half, agreement["cosine"] + half, color=colour, linewidth=1.8)
             axes.plot(agreement["cosine"], index, marker="o", markersize=7, color=colour)
+            hover(axes, f"{entry['name']}: cosine {agreement['cosine']:+.2f} ± {half:.2f}", agreement["cosine"], index)
         axes.axvline(0, color=tones.ink, linewidth=0.8)
         axes.set_yticks(
             range(len(known)), [printable(f"{entry['name']}: {entry['verdict']['kind']}") for entry in known]
@@ -178,6 +179,8 @@ def draw_layers(entry: Mapping[str, Any], index: int = 0) -> Drawing | None:
         axes = figure.add_subplot()
         cosines = [agreement["layers"][name]["cosine"] for name in names]
         axes.bar(range(len(names)), cosines, 0.7, color=colour_of("online"))
+        for at, (name, cosine) in enumerate(zip(names, cosines, strict=True)):
+            hover(axes, f"{name}: cosine {cosine:+.2f}", (at - 0.5, at + 0.5))
         axes.axhline(0, color=tones.ink, linewidth=0.8)
         axes.set_xticks(
             range(len(names)), [printable(name) for name in names], rotation=60, ha="right", rotation_mode="anchor"
