@@ -15,7 +15,7 @@ from testtime.report.correlation import Joined, join
 from testtime.report.results import Results, collect
 from testtime.storage import printable, write_atomic
 
-from . import errors, figures, imagenet, speed, streams, trainings, variants
+from . import errors, figures, imagenet, moving, speed, streams, trainings, variants
 from .documents import fill
 from .result_files import (
     CIFAR,
@@ -35,6 +35,7 @@ from .result_files import (
 
 FIGURES = Path("docs/figures")
 DEMO = Path("results/digits-demo.json")
+STREAM = Path("results/digits-stream.json")
 
 Parts = dict[str, str]
 
@@ -227,4 +228,6 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         write_atomic(root / page, wanted[page])
     for path, drawing in make_figures().items():
         write_atomic(root / path, drawing.svg(inline=False))
+    for scheme in moving.PALETTES:
+        write_atomic(root / FIGURES / f"stream-{scheme}.svg", moving.draw_stream(read_file(STREAM), scheme))
     return 0
