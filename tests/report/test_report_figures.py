@@ -136,7 +136,9 @@ def test_files_are_white_with_outlined_letters(results: Results) -> None:
 
 def test_bars_name_methods_sets_and_the_paper(results: Results) -> None:
     found = texts(draw_bars(results.tables[0], paper=True).svg())
-    assert {"original", "gaussian noise", "fog", "mean", "online (TTT-Online)", "the paper's", "error in %"} <= set(found)
+    assert {"original", "gaussian noise", "fog", "mean", "online (TTT-Online)", "the paper's", "error in %"} <= set(
+        found
+    )
     assert "the paper's" not in texts(draw_bars(results.tables[0]).svg())
     assert "accuracy in %" in texts(draw_bars(results.tables[0], "accuracy").svg())
 

@@ -234,7 +234,7 @@ def draw_flips(table: Table) -> Drawing | None:
             axes.axvline(0, color=tones.ink, linewidth=0.8)
             axes.set_title(method_title(method), fontsize=11, loc="left", pad=3)
             axes.grid(axis="x")
-            axes.locator_params(axis="x", nbins=5, integer=True)
+            axes.locator_params(axis="x", nbins=4, integer=True)
             axes.xaxis.set_major_formatter(lambda value, _: f"{abs(value):,.0f}")
             axes.tick_params(axis="y", length=0)
         grid[0, 0].set_yticks(range(len(columns)), [column_title(column) for column in columns])
