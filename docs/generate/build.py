@@ -35,6 +35,7 @@ from .result_files import (
 
 FIGURES = Path("docs/figures")
 DEMO = Path("results/digits-demo.json")
+FAMILIAR = Path("results/cifar10/familiar.json")
 STREAM = Path("results/digits-stream.json")
 
 Parts = dict[str, str]
@@ -178,6 +179,7 @@ def make_photographs() -> Parts:
         "accuracy": _format_accuracy(whole),
         "accuracy of TTT": _format_accuracy(some),
         "gains": errors.format_gains({"episodic": some, "online": whole}),
+        "familiar": errors.format_familiar(read_file(FAMILIAR)),
         "sources": format_sources(PICTURES / "level-5.json", PICTURES / "standard-level-5.json"),
     }
 

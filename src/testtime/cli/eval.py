@@ -204,7 +204,7 @@ def evaluate(
     """Evaluate methods on test sets and store a record of every image.
 
     OUT has a file for each method, set and seed, written when it is finished.
-    Run the same command again to resume after an interruption: finished units
+    Run the same command again to resume after an interruption: finished files
     are not repeated. Settings that are not given are those that the network's
     card recommends (see testtime info), and otherwise the paper's.
 

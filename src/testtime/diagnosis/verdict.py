@@ -384,7 +384,7 @@ def list_plain_facts(found: Diagnosis) -> list[str]:
     known, trial = found.reference, found.trial
     usual = ""
     if known is not None and known.task_error is not None:
-        usual = f", and {1 - known.task_error:.0%} on the images it was trained on"
+        usual = f", and on {known.task_error:.0%} of those it was trained on"
     direction = {
         1: "What the task teaches here is also good for the classes",
         0: "Whether what the task teaches here is good for the classes cannot be told",
@@ -393,8 +393,8 @@ def list_plain_facts(found: Diagnosis) -> list[str]:
     moved = "easier" if trial.fall.low > 0 else "harder" if trial.fall.high < 0 else "neither easier nor harder"
     undone = f"; {trial.rolled_back:.0%} of the updates were undone" if trial.rolled_back else ""
     return [
-        f"The network solves its task without labels ({found.task}) on {1 - found.task_error.value:.0%} of the views "
-        f"of these images{usual}; guessing solves {1 - found.chance:.0%}.",
+        f"In its task without labels ({found.task}) the network errs on {found.task_error.value:.0%} of these images"
+        f"{usual}; guessing errs on {found.chance:.0%}.",
         f"{direction}, judged by the gradients of the two tasks.",
         f"While the network learned from {trial.images} images one after another, new ones became {moved}{undone}.",
     ]

@@ -230,7 +230,7 @@ def format_classes(name: str, classes: Sequence[str]) -> str:
         return f"network: {printable(name)}; its classes have no names"
     shown = ", ".join(map(printable, classes[:_SHOWN]))
     more = f", … ({len(classes)} in all)" if len(classes) > _SHOWN else ""
-    return f"network: {printable(name)}; every answer is one of its classes: {shown}{more}"
+    return f"network: {printable(name)}; whatever an image shows, the answer is one of its classes: {shown}{more}"
 
 
 def summarise(source: str | Path) -> dict[str, Any]:
