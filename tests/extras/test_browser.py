@@ -62,7 +62,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def diagnosis() -> Path:
         out = folder / "diagnosis"
-        arguments = ["-c", "digits-resnet8-gn-joint", "--data", "digits-c/contrast/5", "--limit", "40"]
+        arguments = ["-c", DIGITS, "--data", "digits-c/contrast/5", "--limit", "40"]
         assert cli.run(["diagnose", *arguments, "--out", str(out)]) == 0
         return out / "index.html"
 
@@ -71,11 +71,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return folder / "demo" / "index.html"
 
     def comparison() -> Path:
-        data = ["digits-c/fog/5", "digits-c/contrast/5"]
-        given: dict[str, Any] = {"data": data, "limit": 32, "batch": 16, "copies": ["2"], "steps": ["1"]}
-        methods = "fixed,online,tent,eata,sar,cotta"
-        plan = make_plan(checkpoint=DIGITS, methods=methods, protocol="continual", **given)
-        run_plan(plan, folder / "compared")
+        options = ["--data", "digits-c/fog/5", "--data", "digits-c/contrast/5", "--limit", "32", "--batch", "16"]
+        options += ["--methods", "fixed,online,tent,eata,sar,cotta", "--protocol", "continual"]
+        assert cli.run(["eval", "-c", DIGITS, *options, "--out", str(folder / "compared")]) == 0
         assert cli.run(["report", str(folder / "compared"), "--out", str(folder / "comparison")]) == 0
         return folder / "comparison" / "index.html"
 
@@ -141,6 +139,8 @@ def test_every_chart_shows_its_values(name: str, browser: Any, pages: Callable[[
     for index in range(charts.count()):
         chart = charts.nth(index)
         hit = chart.locator(".hit").last
+        hit.scroll_into_view_if_needed()
+        page.wait_for_timeout(200)  # scrolling hides what is shown
         hit.hover()
         shown = tip.text_content()
         sync_api.expect(tip).to_be_visible()
@@ -151,6 +151,7 @@ def test_every_chart_shows_its_values(name: str, browser: Any, pages: Callable[[
     page.mouse.move(2, 2)
     sync_api.expect(tip).to_be_hidden()
     charts.first.focus()
+    page.wait_for_timeout(200)
     seen: list[str] = []
     for _ in range(2):
         page.keyboard.press("ArrowRight")
