@@ -35,6 +35,8 @@ from .result_files import (
 
 FIGURES = Path("docs/figures")
 DEMO = Path("results/digits-demo.json")
+DARK = ("cifar10-level-5", "demo")
+"""The figures that are also drawn for dark pages."""
 FAMILIAR = Path("results/cifar10/familiar.json")
 STREAM = Path("results/digits-stream.json")
 
@@ -230,6 +232,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         write_atomic(root / page, wanted[page])
     for path, drawing in make_figures().items():
         write_atomic(root / path, drawing.svg(inline=False))
+        if path.stem in DARK:
+            write_atomic(root / path.with_stem(f"{path.stem}-dark"), drawing.svg(inline=False, dark=True))
     for scheme in moving.PALETTES:
         write_atomic(root / FIGURES / f"stream-{scheme}.svg", moving.draw_stream(read_file(STREAM), scheme))
     return 0

@@ -185,7 +185,8 @@ def judge(found: Diagnosis, guessing: float) -> Verdict:
 
         untrained       the task is at chance level on the network's own training data
         trivial         margins or the border reveal the rotation, unlike in the training data
-        ill-defined     the task is at chance level, and the trial does not improve its loss on new images
+        ill-defined     the task is at chance level, and the trial does not improve its loss on new images; unclear
+                        if it is not known whether the branch can solve it on the training data
         little to gain  the task is about as easy as on the training data
         hurts           the two gradients disagree, or the guard intervenes on more than 5% of the trial
         helps           the two gradients agree, and the task's loss does not rise along the trial
@@ -245,7 +246,13 @@ def _ill_defined(found: Diagnosis, guessing: float) -> Verdict | None:
             f"{found.upright:.0%} of them as upright: their orientations vary."
         )
     if found.reference is None:
-        reasons.append("Whether the branch can solve the task on its training data is not known; --reference tells.")
+        return Verdict(
+            "unclear",
+            f"Unsure: {found.task} is at chance level on these images. Either the branch is not trained, or the task "
+            "is ill-defined on them.",
+            tuple(reasons),
+            "Pass images like those that the network was trained on with --reference: they tell which of the two.",
+        )
     return Verdict(
         "ill-defined",
         f"Ill-defined task: {found.task} is at chance level on these images, and cannot be learned from them.",
