@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from testtime import threads
+from testtime import Online, load, threads
+from testtime.adaptation import recorder
 
 
 def write(folder: Path, **files: str) -> None:
@@ -88,3 +91,39 @@ def test_a_quota_limits_the_threads(tmp_path: Path) -> None:
     assert variables(f"{limit}; t.prepare()") == {**threads.WAITING, "OMP_NUM_THREADS": "1"}
     given = f"{limit}; os.environ['OMP_NUM_THREADS'] = '3'; t.prepare()"
     assert variables(given)["OMP_NUM_THREADS"] == "3"
+
+
+def test_few_pixels_are_computed_on_one_thread() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with threads.limit_threads(threads.SMALL):
+            assert torch.get_num_threads() == 1
+        with pytest.raises(ValueError, match="inside"), threads.limit_threads(1):
+            raise ValueError("inside")
+        assert torch.get_num_threads() == 2
+        with threads.limit_threads(threads.SMALL + 1):
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("copies", "expected"), [(8, 1), (32, 2)])
+def test_a_step_on_few_pixels_takes_one_thread(copies: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    learn = recorder.episode
+
+    def episode(*given: Any) -> Any:
+        used.append(torch.get_num_threads())
+        return learn(*given)
+
+    monkeypatch.setattr(recorder, "episode", episode)
+    before, images = torch.get_num_threads(), torch.rand(2, 1, 16, 16)
+    torch.set_num_threads(2)
+    try:
+        adapter = Online(load("digits-resnet8-gn-joint"), copies=copies)
+        adapter.predict(images)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert {*used} == {expected}

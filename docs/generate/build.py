@@ -15,7 +15,7 @@ from testtime.report.correlation import Joined, join
 from testtime.report.results import Results, collect
 from testtime.storage import printable, write_atomic
 
-from . import errors, figures, imagenet, speed, streams, trainings, variants
+from . import errors, figures, imagenet, moving, speed, streams, trainings, variants
 from .documents import fill
 from .result_files import (
     CIFAR,
@@ -35,6 +35,10 @@ from .result_files import (
 
 FIGURES = Path("docs/figures")
 DEMO = Path("results/digits-demo.json")
+DARK = ("cifar10-level-5", "demo")
+"""The figures that are also drawn for dark pages."""
+FAMILIAR = Path("results/cifar10/familiar.json")
+STREAM = Path("results/digits-stream.json")
 
 Parts = dict[str, str]
 
@@ -186,6 +190,7 @@ def make_photographs() -> Parts:
         "accuracy": _format_accuracy(whole),
         "accuracy of TTT": _format_accuracy(some),
         "gains": errors.format_gains({"episodic": some, "online": whole}),
+        "familiar": errors.format_familiar(read_file(FAMILIAR)),
         "sources": format_sources(PICTURES / "level-5.json", PICTURES / "standard-level-5.json"),
     }
 
@@ -236,4 +241,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         write_atomic(root / page, wanted[page])
     for path, drawing in make_figures().items():
         write_atomic(root / path, drawing.svg(inline=False))
+        if path.stem in DARK:
+            write_atomic(root / path.with_stem(f"{path.stem}-dark"), drawing.svg(inline=False, dark=True))
+    for scheme in moving.PALETTES:
+        write_atomic(root / FIGURES / f"stream-{scheme}.svg", moving.draw_stream(read_file(STREAM), scheme))
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from testtime.report.correlation import PAPER, PREDICTORS, Joined
 from testtime.report.paper import PAPER_NAMES, Measure, find_table
@@ -168,3 +169,21 @@ def format_demo(results: Results) -> str:
         rows.append([f"{bold}{title}{bold}", *cells])
     rows.append(["ms per image", *(f"{1000 * results.seconds[name]:.1f}" for name in shown.rows)])
     return table(["error in %", *(f"`{name}`" for name in shown.rows)], rows)
+
+
+def format_familiar(found: Mapping[str, Any]) -> str:
+    """How often `predict` marks images as unlike the training images, from benchmarks/familiar.py."""
+    others = [row for row in found["rows"] if not row["known"]]
+    total = {"set": "all of classes that it does not know", "known": False}
+    total |= {key: sum(row[key] for row in others) for key in ("images", "marked", "unmarked_above_90_percent")}
+    rows = [
+        [
+            row["set"],
+            "yes" if row["known"] else "no",
+            f"{row['images']:,}",
+            f"{row['marked'] / row['images']:.1%}",
+            f"{row['unmarked_above_90_percent'] / row['images']:.1%}",
+        ]
+        for row in [*sorted(found["rows"], key=lambda row: not row["known"]), total]
+    ]
+    return table(["images", "a class it knows", "n", "marked", "not marked, and above 90% sure"], rows, (0, 1))

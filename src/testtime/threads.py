@@ -8,9 +8,11 @@ to be made before torch is imported.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 _GROUPS = Path("/sys/fs/cgroup")
@@ -21,6 +23,13 @@ WAITING = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "0"}
 
 GNU's spins 300,000 times by default. Not at all is slower on an idle machine: waking a thread takes longer than the
 short waits between layers.
+"""
+
+SMALL = 4096
+"""Pixels of a training step up to which one thread computes it.
+
+A step on so few consists of hundreds of short computations. A second thread saves little of them, and where cores are
+busy each waits until both threads run.
 """
 
 
@@ -38,6 +47,26 @@ def prepare() -> bool:
     if quota is not None and quota < count_cores():
         os.environ.setdefault("OMP_NUM_THREADS", str(count_cpus()))
     return True
+
+
+@contextlib.contextmanager
+def limit_threads(pixels: int) -> Iterator[None]:
+    """Let torch and the CPU kernels compute on one thread if a step has few pixels.
+
+    Args:
+        pixels: Pixels of all images and copies of a step.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    if pixels > SMALL or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def count_cpus() -> int:

@@ -53,6 +53,14 @@ def test_the_version_is_the_packages(run: Run) -> None:
     assert run("--version") == (0, f"testtime {version('testtime')}\n", "")
 
 
+@pytest.mark.parametrize("command", [(), ("predict",), ("eval",), ("data",), ("data", "pack")])
+def test_flags_have_no_type_in_the_help(run: Run, command: tuple[str, ...]) -> None:
+    code, out, _ = run(*command, "--help")
+    assert code == 0
+    assert "--help" in out
+    assert "bool" not in out.lower()
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [

@@ -134,6 +134,9 @@ def test_an_untrained_branch_is_told_from_ill_defined_data(net: tt.YNet, referen
     assert f"{own.task_error:.1%}" in found.verdict.headline
     assert "fit-branch" in found.verdict.advice
     assert diagnose(net, images, reference=reference, **options).verdict.kind == "ill-defined"
+    unknown = diagnose(untrained, images, **options).verdict
+    assert unknown.kind == "unclear"
+    assert "--reference" in unknown.advice
     tt.fit_branch(untrained, tt.data.open("digits", split="train"), epochs=2, batch=32)
     assert diagnose(untrained, images, reference=find_reference(untrained), **options).verdict.kind != "untrained"
 

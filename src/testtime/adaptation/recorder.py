@@ -16,6 +16,7 @@ from testtime.adaptation.learner import Learner
 from testtime.adaptation.method import episode
 from testtime.adaptation.prediction import Prediction
 from testtime.kernels.graphs import Captured, Series, record
+from testtime.threads import limit_threads
 
 _STRETCH = 64  # images of a stream per recorded call
 
@@ -31,7 +32,8 @@ def run(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
     key = (*images.shape, images.dtype)
     graph = _find(learner, key, lambda: Captured(partial(_run_episode, learner), images, samples))
     if graph is None:
-        return episode(learner, images, samples)
+        with limit_threads(_count_pixels(learner, images)):
+            return episode(learner, images, samples)
     return Prediction(*graph(images, samples))
 
 
@@ -42,8 +44,14 @@ def run_each(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
     first = [tensor[0] for tensor in inputs]
     graph = _find(learner, key, lambda: Series(partial(_run_episode, learner), _STRETCH, *first))
     if graph is None:
-        return Prediction.join([episode(learner, *both)[0] for both in zip(*inputs, strict=True)])
+        with limit_threads(_count_pixels(learner, images[:1])):
+            return Prediction.join([episode(learner, *both)[0] for both in zip(*inputs, strict=True)])
     return Prediction(*(output[:, 0, 0] for output in graph(*inputs)))
+
+
+def _count_pixels(learner: Learner, images: Tensor) -> int:
+    """Return the pixels of the images `(…, C, H, W)` and their copies."""
+    return images[..., 0, :, :].numel() * learner.settings.copies
 
 
 def _run_episode(learner: Learner, images: Tensor, samples: Tensor) -> tuple[Tensor, ...]:

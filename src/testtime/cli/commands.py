@@ -25,9 +25,11 @@ from testtime.cli import (
     train,
     tune,
 )
+from testtime.cli.flags import Command, Group
 
 app = typer.Typer(
     name="testtime",
+    cls=Group,
     help="Test-Time Training: a vision model that learns, without labels, from each image it is about to classify.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -35,14 +37,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (train.train, predict.predict, info.info, methods.methods):
-    app.command()(command)
+    app.command(cls=Command)(command)
 app.command("eval", cls=eval.EvaluateCommand)(eval.evaluate)
-app.command()(tune.tune)
-app.command("fit-branch")(fit_branch.fit_branch)
+app.command(cls=Command)(tune.tune)
+app.command("fit-branch", cls=Command)(fit_branch.fit_branch)
 for command in (report.report, diagnose.diagnose, gradients.gradients, correlate.correlate, corrupt.corrupt, demo.demo):
-    app.command()(command)
+    app.command(cls=Command)(command)
 for command in (serve.serve, serve.send, pack.pack, pack.unpack, doctor.doctor):
-    app.command()(command)
+    app.command(cls=Command)(command)
 app.add_typer(data.app, name="data")
 
 

@@ -8,9 +8,10 @@ import typer
 from typer import Argument, Option
 
 from testtime.cli.console import as_bad_arguments, echo, pick_device, progress, report_skipped
+from testtime.cli.flags import Command, Group
 from testtime.cli.options import DataRoot, Device, OnBadImage
 
-app = typer.Typer(help="List, download, pack and check data sets.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="List, download, pack and check data sets.", no_args_is_help=True)
 
 ToGet = Annotated[str, Argument(help="cifar10, cifar10-c, cifar10.1, cifar100 or cifar100-c.")]
 ToPack = Annotated[list[str], Argument(metavar="NAME", help="imagenet, imagenet-c, or a part, e.g. imagenet-c/*/5.")]
@@ -18,7 +19,7 @@ ToCheck = Annotated[str, Argument(help="A data set, a part of one, e.g. imagenet
 Size = Annotated[int, Option(min=8, help="Size of the images, the network's input size.")]
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_data(data_root: DataRoot = None) -> None:
     """List the known data sets with their location and state."""
     from testtime import data
@@ -31,7 +32,7 @@ def list_data(data_root: DataRoot = None) -> None:
             echo(f"{'':31} {found.detail}")
 
 
-@app.command("get")
+@app.command("get", cls=Command)
 def get_data(name: ToGet, data_root: DataRoot = None) -> None:
     """Download a data set from its official source; an interrupted transfer is resumed."""
     from testtime import data
@@ -44,7 +45,7 @@ def get_data(name: ToGet, data_root: DataRoot = None) -> None:
     echo(f"{name} is in {folder}")
 
 
-@app.command("pack")
+@app.command("pack", cls=Command)
 def pack_data(
     names: ToPack,
     size: Size = 224,
@@ -69,7 +70,7 @@ def pack_data(
     echo(f"{len(packed)} sets are in {data.data_root(data_root) / 'packed'}")
 
 
-@app.command("check")
+@app.command("check", cls=Command)
 def check_data(name: ToCheck, data_root: DataRoot = None) -> None:
     """Read a whole data set and report all faults; the exit code is 1 if there are any."""
     from testtime import data

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 from typer import Option
-from typer.core import TyperCommand
 
 from testtime.cli.console import as_bad_arguments, echo, format_command, name_folder, pick_device, progress
+from testtime.cli.flags import Command
 from testtime.cli.options import MACHINE, METHOD, MODELS, Classes, DataRoot, Device, Limit, OnBadImage, Weights
 
 _PROTOCOL = "Protocol"
@@ -153,7 +153,7 @@ Ray = Annotated[
 ]
 
 
-class EvaluateCommand(TyperCommand):
+class EvaluateCommand(Command):
     """`testtime eval`, whose `--ray` takes an optional value, "local" by default."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -204,7 +204,7 @@ def evaluate(
     """Evaluate methods on test sets and store a record of every image.
 
     OUT has a file for each method, set and seed, written when it is finished.
-    Run the same command again to resume after an interruption: finished units
+    Run the same command again to resume after an interruption: finished files
     are not repeated. Settings that are not given are those that the network's
     card recommends (see testtime info), and otherwise the paper's.
 

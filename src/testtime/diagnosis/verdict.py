@@ -185,7 +185,8 @@ def judge(found: Diagnosis, guessing: float) -> Verdict:
 
         untrained       the task is at chance level on the network's own training data
         trivial         margins or the border reveal the rotation, unlike in the training data
-        ill-defined     the task is at chance level, and the trial does not improve its loss on new images
+        ill-defined     the task is at chance level, and the trial does not improve its loss on new images; unclear
+                        if it is not known whether the branch can solve it on the training data
         little to gain  the task is about as easy as on the training data
         hurts           the two gradients disagree, or the guard intervenes on more than 5% of the trial
         helps           the two gradients agree, and the task's loss does not rise along the trial
@@ -245,7 +246,13 @@ def _ill_defined(found: Diagnosis, guessing: float) -> Verdict | None:
             f"{found.upright:.0%} of them as upright: their orientations vary."
         )
     if found.reference is None:
-        reasons.append("Whether the branch can solve the task on its training data is not known; --reference tells.")
+        return Verdict(
+            "unclear",
+            f"Unsure: {found.task} is at chance level on these images. Either the branch is not trained, or the task "
+            "is ill-defined on them.",
+            tuple(reasons),
+            "Pass images like those that the network was trained on with --reference: they tell which of the two.",
+        )
     return Verdict(
         "ill-defined",
         f"Ill-defined task: {found.task} is at chance level on these images, and cannot be learned from them.",
@@ -384,7 +391,7 @@ def list_plain_facts(found: Diagnosis) -> list[str]:
     known, trial = found.reference, found.trial
     usual = ""
     if known is not None and known.task_error is not None:
-        usual = f", and {1 - known.task_error:.0%} on the images it was trained on"
+        usual = f", and on {known.task_error:.0%} of those it was trained on"
     direction = {
         1: "What the task teaches here is also good for the classes",
         0: "Whether what the task teaches here is good for the classes cannot be told",
@@ -393,8 +400,8 @@ def list_plain_facts(found: Diagnosis) -> list[str]:
     moved = "easier" if trial.fall.low > 0 else "harder" if trial.fall.high < 0 else "neither easier nor harder"
     undone = f"; {trial.rolled_back:.0%} of the updates were undone" if trial.rolled_back else ""
     return [
-        f"The network solves its task without labels ({found.task}) on {1 - found.task_error.value:.0%} of the views "
-        f"of these images{usual}; guessing solves {1 - found.chance:.0%}.",
+        f"In its task without labels ({found.task}) the network errs on {found.task_error.value:.0%} of these images"
+        f"{usual}; guessing errs on {found.chance:.0%}.",
         f"{direction}, judged by the gradients of the two tasks.",
         f"While the network learned from {trial.images} images one after another, new ones became {moved}{undone}.",
     ]

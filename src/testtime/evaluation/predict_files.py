@@ -158,7 +158,7 @@ def predict(
         prediction = adapter.predict(
             images, torch.tensor([hash_content(image) for image in images], dtype=torch.int64, device="cpu")
         )
-        familiar = _find_familiar(adapter, prediction, usual or {})
+        familiar = find_familiar(adapter, prediction, usual or {})
         before, after = prediction.logits_before.softmax(-1).cpu(), prediction.logits.softmax(-1).cpu()
         names = card.classes or tuple(str(number) for number in range(after.shape[1]))
         if len(names) != after.shape[1]:
@@ -186,7 +186,7 @@ def hash_content(image: Tensor) -> int:
     return int.from_bytes(hashlib.sha256(image.numpy().tobytes()).digest()[:7], "big")
 
 
-def _find_familiar(adapter: Adapter, prediction: Prediction, usual: Mapping[str, Any]) -> Tensor | None:
+def find_familiar(adapter: Adapter, prediction: Prediction, usual: Mapping[str, Any]) -> Tensor | None:
     """Return which images `(N,)` resemble those that the network was trained on; None if it is not known."""
     energy: Any = usual.get("energy")
     loss: Any = usual.get("task_loss")
@@ -230,7 +230,7 @@ def format_classes(name: str, classes: Sequence[str]) -> str:
         return f"network: {printable(name)}; its classes have no names"
     shown = ", ".join(map(printable, classes[:_SHOWN]))
     more = f", … ({len(classes)} in all)" if len(classes) > _SHOWN else ""
-    return f"network: {printable(name)}; every answer is one of its classes: {shown}{more}"
+    return f"network: {printable(name)}; whatever an image shows, the answer is one of its classes: {shown}{more}"
 
 
 def summarise(source: str | Path) -> dict[str, Any]:

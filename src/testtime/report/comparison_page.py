@@ -16,6 +16,7 @@ from testtime.report.statistics import ROUNDS
 
 _CAPTIONS: dict[Kind, str] = {
     "overview": "Thin lines are 95% intervals over images.",
+    "errors": "Thin lines are 95% intervals over images.",
     "cost": "Time as measured in the runs, on the device above; thin lines are 95% intervals.",
     "stream": "Error in consecutive blocks of images, mean over repetitions; vertical lines separate sets.",
     "ranks": "A dot for each order and seed; the line is their mean.",
@@ -54,8 +55,11 @@ def render_comparison_page(
         }
         for owner, sheets in zip(owners, tables, strict=True)
     ]
+    # The first figure is shown above the fold.
+    first = next((part["figures"].pop(0) for part in parts if part["figures"]), None)
     return open_template("comparison.html").render(
         words=summarize(comparison),
+        first=first,
         sections=sections,
         explained=explain_comparison(),
         parts=parts,

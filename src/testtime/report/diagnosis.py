@@ -20,7 +20,8 @@ from testtime.checks import (
     is_table_of,
     is_text,
 )
-from testtime.report.canvas import Drawing, Tones, colour_of
+from testtime.report.axes import draw_legend
+from testtime.report.canvas import Drawing, Tones, colour_of, hover
 from testtime.report.pages import open_template
 from testtime.storage import FileError, printable, read_json, write_atomic
 
@@ -53,6 +54,11 @@ _ENTRY: dict[str, Kind] = {
 _TEXT_LIST: Kind = ("strings", is_list_of(is_text))
 _VERDICT: dict[str, Kind] = {"kind": _TEXT, "headline": _TEXT, "reasons": _TEXT_LIST}
 _LATER: dict[str, Kind] = {"plain": _TEXT_LIST, "advice": _TEXT}  # documents of version 0.1 do not have them
+_TASK: dict[str, Kind] = {  # nor these
+    "task_error": ("a table of numbers", is_table_of(is_number)),
+    "reference": ("a table or null", lambda value: value is None or is_table(value)),
+    "chance": ("a number", is_number),
+}
 _AGREEMENT: dict[str, Kind] = {
     "cosine": ("a number", is_number),
     "cosine_error": ("a number or null", lambda value: value is None or is_number(value)),
@@ -75,7 +81,7 @@ def read_diagnoses(path: str | Path) -> dict[str, Any]:
         for entry in found["diagnoses"]:
             check_entries(entry, _ENTRY, list(_ENTRY))
             check_entries(entry["verdict"], _VERDICT, list(_VERDICT))
-            check_entries(entry | entry["verdict"], _LATER)
+            check_entries(entry | entry["verdict"], _LATER | _TASK)
             if entry["agreement"] is not None:
                 check_entries(entry["agreement"], _AGREEMENT, list(_AGREEMENT))
     except FileError as error:
@@ -117,7 +123,7 @@ def render_page(document: Mapping[str, Any]) -> str:
     from markupsafe import Markup
 
     entries = document["diagnoses"]
-    drawing = draw_agreement(entries)
+    drawing, task = draw_agreement(entries), draw_task(entries)
     layers = [draw_layers(entry, index) for index, entry in enumerate(entries)]
     return open_template("diagnosis.html").render(
         document=document,
@@ -130,6 +136,7 @@ def render_page(document: Mapping[str, Any]) -> str:
             }
             for entry, drawing in zip(entries, layers, strict=True)
         ],
+        task=None if task is None else Markup(task.svg()),
         agreement=None if drawing is None else Markup(drawing.svg()),
         headline=_headline(entries),
     )
@@ -140,6 +147,37 @@ def _headline(entries: Sequence[Mapping[str, Any]]) -> str:
         return entries[0]["verdict"]["headline"]
     helps = sum(entry["verdict"]["kind"] == "helps" for entry in entries)
     return f"Adaptation is likely to help on {helps or 'none'} of {len(entries)} sets"
+
+
+def draw_task(entries: Sequence[Mapping[str, Any]]) -> Drawing | None:
+    """Draw the error of the task on each set, with its 95% interval, on the training images, and of guessing."""
+    known = [entry for entry in entries if {"value", "error"} <= {*entry.get("task_error", ())} and "chance" in entry]
+    if not known:
+        return None
+
+    def draw(figure: Figure, tones: Tones) -> None:
+        axes = figure.add_subplot()
+        for at, entry in enumerate(known):
+            error, half = (100 * entry["task_error"][name] for name in ("value", "error"))
+            marks = {"in training": (entry["reference"] or {}).get("task_error"), "guessing": entry["chance"]}
+            low, high = max(error - 2 * half, 0), min(error + 2 * half, 100)
+            axes.hlines(at, low, high, color=colour_of("online"), linewidth=2)
+            axes.plot(error, at, "o", color=colour_of("online"), markersize=9, label="" if at else "these images")
+            texts = [f"{entry['name']}: error {error:.1f}% (95% interval {low:.1f} to {high:.1f})"]
+            for (name, value), colour in zip(marks.items(), (tones.ink, colour_of("fixed")), strict=True):
+                if is_number(value):
+                    line = {"color": colour, "markersize": 16, "markeredgewidth": 2, "linestyle": "none"}
+                    axes.plot(100 * value, at, marker="|", label="" if at else name, **line)
+                    texts.append(f"{name} {100 * value:.1f}%")
+            hover(axes, ", ".join(texts), (0, 100), (at - 0.5, at + 0.5))
+        axes.set_yticks(range(len(known)), [printable(entry["name"]) for entry in known])
+        axes.set_ylim(len(known) - 0.4, -0.6)
+        axes.set_xlim(0, 100)
+        axes.set_xlabel("error of the task without labels, in %")
+        axes.grid(axis="x")
+        draw_legend(figure, axes)
+
+    return Drawing("task", "error of the task without labels by set", (5.4, 0.34 * len(known) + 1.2), draw)
 
 
 def draw_agreement(entries: Sequence[Mapping[str, Any]]) -> Drawing | None:
@@ -156,6 +194,7 @@ def draw_agreement(entries: Sequence[Mapping[str, Any]]) -> Drawing | None:
             half = 2 * (agreement["cosine_error"] or 0)
             axes.hlines(index, agreement["cosine"] - half, agreement["cosine"] + half, color=colour, linewidth=1.8)
             axes.plot(agreement["cosine"], index, marker="o", markersize=7, color=colour)
+            hover(axes, f"{entry['name']}: cosine {agreement['cosine']:+.2f} ± {half:.2f}", agreement["cosine"], index)
         axes.axvline(0, color=tones.ink, linewidth=0.8)
         axes.set_yticks(
             range(len(known)), [printable(f"{entry['name']}: {entry['verdict']['kind']}") for entry in known]
@@ -178,6 +217,8 @@ def draw_layers(entry: Mapping[str, Any], index: int = 0) -> Drawing | None:
         axes = figure.add_subplot()
         cosines = [agreement["layers"][name]["cosine"] for name in names]
         axes.bar(range(len(names)), cosines, 0.7, color=colour_of("online"))
+        for at, (name, cosine) in enumerate(zip(names, cosines, strict=True)):
+            hover(axes, f"{name}: cosine {cosine:+.2f}", (at - 0.5, at + 0.5))
         axes.axhline(0, color=tones.ink, linewidth=0.8)
         axes.set_xticks(
             range(len(names)), [printable(name) for name in names], rotation=60, ha="right", rotation_mode="anchor"

@@ -56,6 +56,7 @@ def publish(
     sets: Mapping[str, TestSet] | None = None,
     sections: Sequence[Words] = (),
     command: str = "",
+    figures: bool = True,
     progress: Progress | None = None,
 ) -> Results:
     """Write the report of runs with the default protocol, `reset`; each file is written atomically.
@@ -72,6 +73,7 @@ def publish(
         sets: Test sets that cannot be opened by name, for sample images.
         sections: Sections at the beginning of the page, each a title and paragraphs.
         command: The command line to record.
+        figures: Whether to write the figures of the page as files, too.
         progress: Called with the figures and pages done, their total, and the title of the last one.
 
     Returns:
@@ -96,7 +98,8 @@ def publish(
         write_summary(folder / "summary.json", results.runs)
     if "html" in formats:
         drawings = list(draw_all(results, measure, paper))
-        _write_figures(folder / "figures", [drawing for _, _, drawing in drawings], progress)
+        if figures:
+            _write_figures(folder / "figures", [drawing for _, _, drawing in drawings], progress)
         page = render_run_page(
             results,
             drawings,

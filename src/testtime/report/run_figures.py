@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from testtime.report.canvas import Drawing, Tones, colour_of, hover
+from testtime.report.axes import PAPER, draw_legend, scale_cost
+from testtime.report.canvas import Drawing, Tones, colour_of, hover, hover_along
 from testtime.report.paper import Measure
 from testtime.report.results import (
     BASELINE,
     MEAN,
+    Cell,
     Results,
     Table,
     column_title,
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 7.2
 _POINTS = 240
-_PAPER = "the paper's"
+_NAMED = 10  # columns whose whole titles fit
 _BECAME_RIGHT, _BECAME_WRONG = "#0f8b8d", "#c8553d"  # not used by any method
 _DASHES: Mapping[str, tuple[float, ...]] = {"plain": (1, 1.2), "episodic": (4, 1.5), "uda": (6, 1.5, 1, 1.5)}
 
@@ -86,19 +88,19 @@ def draw_bars(table: Table, measure: Measure = "error", paper: bool = False) -> 
             x = np.array(places) + (index - (len(methods) - 1) / 2) * width
             values = np.array([cell.value(measure) for cell in cells])
             ends = np.array([cell.ends(measure) for cell in cells]).reshape(-1, 2)
-            bars = axes.bar(x, values, width * 0.92, color=colour_of(method, methods), label=method_title(method))
-            for number, (bar, at, cell) in enumerate(zip(bars, places, cells, strict=True)):
-                low, high = cell.ends(measure)
-                text = f"{column_title(table.columns[at])}, {method}: {cell.value(measure):.1f}%"
-                hover(bar, f"{text} (95% interval {low:.1f} to {high:.1f})", number)
+            axes.bar(x, values, width * 0.92, color=colour_of(method, methods), label=method_title(method))
+            for middle, at, cell in zip(x, places, cells, strict=True):
+                edges = (middle - width / 2, middle + width / 2)
+                text = _format_cell(f"{column_title(table.columns[at])}, {method}", cell, measure)
+                hover(axes, text, edges, (0, max(cell.value(measure), cell.ends(measure).high)))
             axes.vlines(x, ends[:, 0], ends[:, 1], color=tones.ink, linewidth=0.8)
             if paper:
                 known = [table.paper_value(method, table.columns[at], measure) for at in places]
                 pairs = [(at, value) for at, value in zip(x, known, strict=True) if value is not None]
                 if pairs:
-                    _diamonds(axes, tones, pairs, tones.ink, None if shown else _PAPER)
+                    _diamonds(axes, tones, pairs, tones.ink, None if shown else PAPER)
                     shown = True
-        names = table.short_titles()
+        names = _titles(table)
         long = max(map(len, names)) > 8
         axes.set_xticks(range(len(names)), names, rotation=30 if long else 60, ha="right", rotation_mode="anchor")
         for label, column in zip(axes.get_xticklabels(), table.columns, strict=True):
@@ -124,7 +126,7 @@ def draw_streams(results: Results, table: Table, measure: Measure = "error") -> 
         return None
     window = choose_window(_stream_length(results, table, next(iter(curves))))
     across = min(4, len(curves))
-    titles = dict(zip(table.columns, table.short_titles(), strict=True))
+    titles = dict(zip(table.columns, _titles(table), strict=True))
     down = -(-len(curves) // across)
 
     def draw(figure: Figure, tones: Tones) -> None:
@@ -134,9 +136,11 @@ def draw_streams(results: Results, table: Table, measure: Measure = "error") -> 
                 axes.plot(*curve, color=colour_of(method), linewidth=1.7, label=method_title(method))
             axes.set_title(titles[column], fontsize=11, loc="left", pad=3)
             axes.grid(axis="y")
-            axes.locator_params(nbins=3)
+            axes.locator_params(axis="y", nbins=3)
+            axes.locator_params(axis="x", nbins=3, integer=True)
             low, high = axes.get_ylim()
             axes.set_ylim(max(low, 0), min(high, 100))
+            _hover_curves(axes, found)
         _hide_rest(grid, len(curves), across)
         figure.supxlabel("images seen", fontsize=11)
         figure.supylabel(f"{measure} of the last {window} in %", fontsize=11)
@@ -180,6 +184,7 @@ def draw_gradual(results: Results, table: Table, measure: Measure = "error") -> 
     def draw(figure: Figure, tones: Tones) -> None:
         grid = figure.subplots(1, len(columns), sharey=True, squeeze=False)
         for axes, column in zip(grid.flat, columns, strict=True):
+            curves: dict[str, Curve] = {}
             for method in methods:
                 found = results.sources.get((method, table.set_name(column)), ())
                 if not found:
@@ -187,12 +192,14 @@ def draw_gradual(results: Results, table: Table, measure: Measure = "error") -> 
                 right = np.mean([source.unit.verdicts().right for source in found], 0)
                 curve = sliding_mean(right if measure == "accuracy" else 1 - right, window)
                 dashes = _DASHES.get(method, ())
+                curves[method] = curve
                 (line,) = axes.plot(*curve, color=colour_of(method, methods), linewidth=1.9, label=method_title(method))
                 if dashes:
                     line.set_dashes(dashes)
             axes.set_title(column_title(column), fontsize=11, loc="left", pad=3)
             axes.grid(axis="y")
-            axes.locator_params(axis="x", nbins=3)
+            axes.locator_params(axis="x", nbins=3, integer=True)
+            _hover_curves(axes, curves)
         grid[0, 0].set_ylim(0, min(grid[0, 0].get_ylim()[1], 100))
         grid[0, 0].set_ylabel(f"{measure} of the last {window} in %")
         figure.supxlabel("images seen, noise growing from level 1 to level 5", fontsize=11)
@@ -222,10 +229,12 @@ def draw_flips(table: Table) -> Drawing | None:
                     continue
                 axes.barh(at, cell.to_right, 0.72, color=_BECAME_RIGHT, label="wrong → right" if at == 0 else "")
                 axes.barh(at, -cell.to_wrong, 0.72, color=_BECAME_WRONG, label="right → wrong" if at == 0 else "")
+                text = f"{column_title(column)}, {method}: {cell.to_right:,} became right, {cell.to_wrong:,} wrong"
+                hover(axes, text, (-cell.to_wrong, cell.to_right), (at - 0.4, at + 0.4))
             axes.axvline(0, color=tones.ink, linewidth=0.8)
             axes.set_title(method_title(method), fontsize=11, loc="left", pad=3)
             axes.grid(axis="x")
-            axes.locator_params(axis="x", nbins=5, integer=True)
+            axes.locator_params(axis="x", nbins=4, integer=True)
             axes.xaxis.set_major_formatter(lambda value, _: f"{abs(value):,.0f}")
             axes.tick_params(axis="y", length=0)
         grid[0, 0].set_yticks(range(len(columns)), [column_title(column) for column in columns])
@@ -234,7 +243,7 @@ def draw_flips(table: Table) -> Drawing | None:
         draw_legend(figure, grid[0, 0])
 
     title = f"{table.title}: images that became right and wrong"
-    width = min(_WIDTH, 2.4 + 2.2 * len(methods))
+    width = min(_WIDTH, 1.6 + 1.9 * len(methods))
     return Drawing(f"flips-{_slug(table)}", title, (width, 0.24 * len(columns) + 1.3), draw)
 
 
@@ -255,6 +264,8 @@ def draw_levels(tables: Sequence[Table], measure: Measure = "error", paper: bool
             values = [cell.value(measure) for cell in cells]
             (line,) = axes.plot(levels, values, "o-", color=colour, linewidth=1.9, label=method_title(method))
             line.set_dashes(_DASHES.get(method, (None, None)))
+            for level, cell in zip(levels, cells, strict=True):
+                hover(axes, _format_cell(f"level {level}, {method}", cell, measure), level, cell.value(measure))
             known = [(table.level or 0, table.paper_value(method, MEAN, measure)) for table in own] if paper else []
             pairs = [(level, value) for level, value in known if value is not None]
             if pairs:
@@ -282,6 +293,8 @@ def draw_cost(results: Results, table: Table, measure: Measure = "error") -> Dra
             low, high = cell.ends(measure)
             axes.vlines(cost, low, high, color=colour_of(method, methods), linewidth=1.6)
             axes.plot(cost, cell.value(measure), marker="o", markersize=9, color=colour_of(method, methods))
+            text = _format_cell(method, cell, measure)
+            hover(axes, f"{text}, {cost:.3g} ms per image", cost, cell.value(measure))
             axes.annotate(
                 method_title(method),
                 (cost, cell.value(measure)),
@@ -290,14 +303,10 @@ def draw_cost(results: Results, table: Table, measure: Measure = "error") -> Dra
                 fontsize=10,
                 color=tones.ink,
             )
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.xaxis.set_minor_formatter(lambda value, _: "")
         axes.margins(x=0.35, y=0.2)
-        axes.set_xlabel("milliseconds per image")
+        scale_cost(axes)
         name = "mean of the shifts" if column == MEAN else column_title(column)
         axes.set_ylabel(f"{measure} in %, {name}")
-        axes.grid(which="major")
 
     return Drawing(f"cost-{_slug(table)}", f"{table.title}: {measure} against time", (5.4, 3.4), draw)
 
@@ -319,6 +328,27 @@ def draw_all(results: Results, measure: Measure = "error", paper: bool = False) 
             if drawing is not None:
                 yield kind, table, drawing
     yield "cost", results.tables[0], draw_cost(results, results.tables[0], measure)
+
+
+def _titles(table: Table) -> list[str]:
+    """Return the columns' titles, abbreviated if there are many."""
+    return table.short_titles() if len(table.columns) > _NAMED else [column_title(column) for column in table.columns]
+
+
+def _format_cell(name: str, cell: Cell, measure: Measure) -> str:
+    low, high = cell.ends(measure)
+    return f"{name}: {cell.value(measure):.1f}% (95% interval {low:.1f} to {high:.1f})"
+
+
+def _hover_curves(axes: Axes, curves: Mapping[str, Curve]) -> None:
+    """Show the values of all curves at a position; they have the same positions."""
+    seen = next(iter(curves.values())).seen
+    texts = [
+        f"after {count:,} images: "
+        + ", ".join(f"{method} {curve.percent[at]:.1f}%" for method, curve in curves.items())
+        for at, count in enumerate(seen)
+    ]
+    hover_along(axes, seen, texts)
 
 
 def _has_sets(results: Results, table: Table) -> bool:
@@ -362,20 +392,4 @@ def _diamonds(
         markeredgewidth=0.9,
         zorder=4,
         label=label,
-    )
-
-
-def draw_legend(figure: Figure, axes: Axes) -> None:
-    """Draw the legend of the axes above the figure, the paper's values last."""
-    handles, labels = axes.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda index: labels[index] == _PAPER)  # last
-    figure.legend(
-        [handles[index] for index in order],
-        [labels[index] for index in order],
-        ncols=min(5 if figure.get_figwidth() > 6 else 2, len(labels)),
-        loc="outside upper left",
-        fontsize=10,
-        handlelength=1.5,
-        columnspacing=1.2,
-        handletextpad=0.5,
     )

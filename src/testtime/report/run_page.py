@@ -289,7 +289,9 @@ def describe_run(run: Run) -> list[tuple[str, str, bool]]:
             facts.append((method, _pairs(shown | (dict(inner) if isinstance(inner, Mapping) else {})), False))
     facts += [(key.capitalize(), str(plan[key]), False) for key in ("shuffle", "limit") if plan.get(key)]
     seconds = sum(unit.seconds for unit in run.units)
-    facts.append(("Finished", f"{len(run.units):,} units, {seconds:,.0f} s in total", False))
+    facts.append(
+        ("Finished", f"{len(run.units):,} results (a method on a set with a seed), {seconds:,.0f} s in total", False)
+    )
     remarks = about.get("remarks")
     if isinstance(remarks, Mapping):
         facts += [(str(title), str(text), False) for title, text in remarks.items()]
