@@ -35,8 +35,6 @@ from .result_files import (
 
 FIGURES = Path("docs/figures")
 DEMO = Path("results/digits-demo.json")
-DARK = ("cifar10-level-5", "demo")
-"""The figures that are also drawn for dark pages."""
 FAMILIAR = Path("results/cifar10/familiar.json")
 STREAM = Path("results/digits-stream.json")
 
@@ -215,6 +213,12 @@ def make_figures() -> dict[Path, Drawing]:
     return {FIGURES / f"{name}.svg": drawing for name, drawing in drawn.items() if drawing is not None}
 
 
+def make_moving() -> dict[Path, str]:
+    """The README's moving figure, for light and dark pages, by its path."""
+    stream = read_file(STREAM)
+    return {FIGURES / f"stream-{scheme}.svg": moving.draw_stream(stream, scheme) for scheme in moving.PALETTES}
+
+
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Update the documents and the figures; the exit code.
 
@@ -241,8 +245,6 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         write_atomic(root / page, wanted[page])
     for path, drawing in make_figures().items():
         write_atomic(root / path, drawing.svg(inline=False))
-        if path.stem in DARK:
-            write_atomic(root / path.with_stem(f"{path.stem}-dark"), drawing.svg(inline=False, dark=True))
-    for scheme in moving.PALETTES:
-        write_atomic(root / FIGURES / f"stream-{scheme}.svg", moving.draw_stream(read_file(STREAM), scheme))
+    for path, text in make_moving().items():
+        write_atomic(root / path, text)
     return 0

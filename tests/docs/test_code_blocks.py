@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import typer
-from code_blocks import PAGES, ROOT, is_run, is_slow, read_blocks, run_page
 
+from code_blocks import PAGES, ROOT, is_run, is_slow, read_blocks, run_page
 from testtime.cli.commands import app
 
 BLOCKS = [block for page in (ROOT / "README.md", *PAGES) for block in read_blocks(page)]

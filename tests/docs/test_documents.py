@@ -58,7 +58,9 @@ def test_figures_are_current() -> None:
         return re.sub(number, "#", bare), np.array(re.findall(number, bare), float)
 
     drawn = build.make_figures()
-    assert {ROOT / path for path in drawn} == set((ROOT / build.FIGURES).glob("*.svg"))
+    moving = build.make_moving()
+    assert {ROOT / path for path in (*drawn, *moving)} == set((ROOT / build.FIGURES).glob("*.svg"))
+    assert all((ROOT / path).read_text(encoding="utf-8") == text for path, text in moving.items())
     for path, drawing in drawn.items():
         words, numbers = plain(drawing.svg(inline=False))
         known, held = plain((ROOT / path).read_text(encoding="utf-8"))
@@ -77,7 +79,9 @@ def test_only_tables_are_generated_and_all_figures_shown() -> None:
     for page in PAGES:
         for part in parts_of(str(page.relative_to(ROOT))).values():
             assert all(line.startswith("|") for line in part.splitlines() if line)
-    shown = {name for page in PAGES for name in re.findall(r"figures/(.*?\.svg)\)", page.read_text(encoding="utf-8"))}
+    shown = {
+        name for page in PAGES for name in re.findall(r"figures/([\w-]+\.svg)[)\"]", page.read_text(encoding="utf-8"))
+    }
     assert shown == {path.name for path in (ROOT / build.FIGURES).glob("*.svg")}
     assert all(path.stat().st_size < 150_000 for path in (ROOT / build.FIGURES).iterdir())
 
