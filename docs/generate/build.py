@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from testtime.evaluation import Run, open_runs
-from testtime.report.canvas import Drawing
 from testtime.report.correlation import Joined, join
 from testtime.report.results import Results, collect
 from testtime.storage import printable, write_atomic
@@ -198,12 +197,18 @@ def join_gradients(study: str) -> Mapping[str, Joined]:
     return {"episodic": join(file, standard), "online": join(file, [ROOT / CIFAR / "levels.json"])}
 
 
-def make_figures() -> dict[Path, Drawing]:
-    """Every figure by its path."""
+def make_figures() -> dict[Path, str]:
+    """Every figure as SVG, by its path."""
     drawn = figures.draw_main(read_main()) | figures.draw_gradients(join_gradients("correlations"))
     gradual, photographs = read_results("gradual", "gradual-uda"), read_results("level-5", folder=PICTURES)
     drawn |= figures.draw_others(gradual, photographs, collect(open_runs(ROOT / DEMO)))
-    return {FIGURES / f"{name}.svg": drawing for name, drawing in drawn.items() if drawing is not None}
+    made = {name: drawing.svg(inline=False) for name, drawing in drawn.items() if drawing is not None}
+    for name in DARK:
+        drawing = drawn[name]
+        assert drawing is not None
+        made[f"{name}-dark"] = drawing.svg(inline=False, dark=True)
+    made |= {f"stream-{scheme}": moving.draw_stream(read_file(STREAM), scheme) for scheme in moving.PALETTES}
+    return {FIGURES / f"{name}.svg": svg for name, svg in made.items()}
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -230,10 +235,6 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         return int(bool(stale))
     for page in stale:
         write_atomic(root / page, wanted[page])
-    for path, drawing in make_figures().items():
-        write_atomic(root / path, drawing.svg(inline=False))
-        if path.stem in DARK:
-            write_atomic(root / path.with_stem(f"{path.stem}-dark"), drawing.svg(inline=False, dark=True))
-    for scheme in moving.PALETTES:
-        write_atomic(root / FIGURES / f"stream-{scheme}.svg", moving.draw_stream(read_file(STREAM), scheme))
+    for path, svg in make_figures().items():
+        write_atomic(root / path, svg)
     return 0

@@ -63,8 +63,8 @@ def test_figures_are_current() -> None:
 
     drawn = build.make_figures()
     assert {ROOT / path for path in drawn} == set((ROOT / build.FIGURES).glob("*.svg"))
-    for path, drawing in drawn.items():
-        words, numbers = plain(drawing.svg(inline=False))
+    for path, svg in drawn.items():
+        words, numbers = plain(svg)
         known, held = plain((ROOT / path).read_text(encoding="utf-8"))
         assert words == known, path
         assert np.allclose(numbers, held, atol=0.01), path
