@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from testtime.evaluation import Run, open_runs
-from testtime.report.canvas import Drawing
 from testtime.report.correlation import Joined, join
 from testtime.report.results import Results, collect
 from testtime.storage import printable, write_atomic
@@ -205,18 +204,14 @@ def join_gradients(study: str) -> Mapping[str, Joined]:
     return {"episodic": join(file, standard), "online": join(file, [ROOT / CIFAR / "levels.json"])}
 
 
-def make_figures() -> dict[Path, Drawing]:
-    """Every figure by its path."""
+def make_figures() -> dict[Path, str]:
+    """Every figure as SVG, by its path."""
     drawn = figures.draw_main(read_main()) | figures.draw_gradients(join_gradients("correlations"))
     gradual, photographs = read_results("gradual", "gradual-uda"), read_results("level-5", folder=PICTURES)
     drawn |= figures.draw_others(gradual, photographs, collect(open_runs(ROOT / DEMO)))
-    return {FIGURES / f"{name}.svg": drawing for name, drawing in drawn.items() if drawing is not None}
-
-
-def make_moving() -> dict[Path, str]:
-    """The README's moving figure, for light and dark pages, by its path."""
-    stream = read_file(STREAM)
-    return {FIGURES / f"stream-{scheme}.svg": moving.draw_stream(stream, scheme) for scheme in moving.PALETTES}
+    made = {name: drawing.svg(inline=False) for name, drawing in drawn.items() if drawing is not None}
+    made |= {f"stream-{scheme}": moving.draw_stream(read_file(STREAM), scheme) for scheme in moving.PALETTES}
+    return {FIGURES / f"{name}.svg": svg for name, svg in made.items()}
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -243,8 +238,6 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         return int(bool(stale))
     for page in stale:
         write_atomic(root / page, wanted[page])
-    for path, drawing in make_figures().items():
-        write_atomic(root / path, drawing.svg(inline=False))
-    for path, text in make_moving().items():
-        write_atomic(root / path, text)
+    for path, svg in make_figures().items():
+        write_atomic(root / path, svg)
     return 0

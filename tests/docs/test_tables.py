@@ -184,3 +184,15 @@ def test_joint_training() -> None:
     shown = speed.format_joint_training({"rows": rows})
     assert row(shown, "bf16") == ["10", "100 (10.0 times)", ""]
     assert row(shown, "tf32") == ["", "", "150 (15.0 times)"]
+
+
+def test_familiar_images_are_counted_by_class_and_the_unknown_ones_together() -> None:
+    rows = [
+        {"set": "horn", "known": False, "images": 40, "marked": 10, "unmarked_above_90_percent": 20},
+        {"set": "golf", "known": False, "images": 60, "marked": 40, "unmarked_above_90_percent": 5},
+        {"set": "dog", "known": True, "images": 8, "marked": 1, "unmarked_above_90_percent": 7},
+    ]
+    lines = errors.format_familiar({"rows": rows}).splitlines()
+    assert lines[2] == "| dog | yes | 8 | 12.5% | 87.5% |"
+    assert lines[3] == "| horn | no | 40 | 25.0% | 50.0% |"
+    assert lines[-1].endswith("| no | 100 | 50.0% | 25.0% |")

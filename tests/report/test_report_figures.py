@@ -132,10 +132,6 @@ def test_files_are_white_with_outlined_letters(results: Results) -> None:
     picture = Image.open(io.BytesIO(drawing.png(50)))
     assert picture.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
     assert picture.size == (360, 180)
-    dark = drawing.svg(inline=False, dark=True)
-    assert "#0d1117" in dark
-    assert "#ffffff" not in dark
-    assert "#0d1117" not in svg
 
 
 def test_bars_name_methods_sets_and_the_paper(results: Results) -> None:

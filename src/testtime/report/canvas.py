@@ -53,8 +53,6 @@ class Tones(NamedTuple):
 
 
 _ON_WHITE = Tones("#1c2733", "#d5dae0", "#ffffff")
-_ON_BLACK = Tones("#e6edf3", "#30363d", "#0d1117")  # as dark pages of code hosts
-_PLAIN_ON_BLACK = "#b9c2cc"
 _PLACEHOLDERS = Tones("#010203", "#040506", "#070809")  # replaced by the page's colours in the SVG
 
 
@@ -123,19 +121,11 @@ class Drawing:
     size: tuple[float, float]
     draw: Callable[[Figure, Tones], None]
 
-    def svg(self, inline: bool = True, dark: bool = False) -> str:
-        """Render the figure as SVG.
-
-        Args:
-            inline: For a page of ours, whose colours it follows; otherwise a file with a background.
-            dark: Whether the background of a file is dark.
-        """
+    def svg(self, inline: bool = True) -> str:
+        """Render the figure as SVG."""
         out = io.StringIO()
-        on_paper = _ON_BLACK if dark else _ON_WHITE
-        areas = self._save(out, _PLACEHOLDERS if inline else on_paper, inline, format="svg")
+        areas = self._save(out, _PLACEHOLDERS if inline else _ON_WHITE, inline, format="svg")
         svg = out.getvalue()
-        if dark:
-            svg = svg.replace(COLOURS["plain"], _PLAIN_ON_BLACK)
         return self._fit_page(svg[svg.index("<svg") :], self._format_areas(areas)) if inline else svg
 
     def png(self, dpi: int = 200) -> bytes:
