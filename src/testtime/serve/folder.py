@@ -109,7 +109,11 @@ class StateFolder:
 
     def find_record(self, stream: str) -> StreamRecord | None:
         """Return the record of a stream, if it is stored and readable."""
-        for path in self._list_files(self._folder(stream)):
+        return self.read_record(self._folder(stream))
+
+    def read_record(self, folder: Path) -> StreamRecord | None:
+        """Return the record of the stream in a folder, if there is a readable one."""
+        for path in self._list_files(folder):
             try:
                 return self._read_record(path, read_description(path, _KEY))
             except FileError as error:  # noqa: PERF203 (few files)
