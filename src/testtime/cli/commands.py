@@ -36,12 +36,13 @@ app = typer.Typer(
 )
 for command in (train.train, predict.predict, info.info, methods.methods):
     app.command()(command)
-app.command("eval", cls=eval.EvaluateCommand)(eval.evaluate)
+app.command("eval", cls=eval.RayCommand)(eval.evaluate)
 app.command()(tune.tune)
 app.command("fit-branch")(fit_branch.fit_branch)
 for command in (report.report, diagnose.diagnose, gradients.gradients, correlate.correlate, corrupt.corrupt, demo.demo):
     app.command()(command)
-for command in (serve.serve, serve.send, pack.pack, pack.unpack, doctor.doctor):
+app.command(cls=eval.RayCommand)(serve.serve)
+for command in (serve.send, pack.pack, pack.unpack, doctor.doctor):
     app.command()(command)
 app.add_typer(data.app, name="data")
 
