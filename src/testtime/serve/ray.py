@@ -22,9 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastapi import FastAPI
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from testtime.adaptation.methods import find_method
@@ -43,9 +40,6 @@ _APP = "testtime"
 _STORE = 256 * 2**20  # bytes; requests are small
 _REQUESTS = 4096  # at once in a replica, which limits them itself
 _SAVING = 120.0  # seconds for a replica to finish and save
-_METHODS = ["GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"]
-_SCOPE = ("type", "asgi", "http_version", "server", "client", "scheme", "method", "root_path", "path", "raw_path")
-_FRONT = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
 
 @dataclass(frozen=True)
@@ -90,13 +84,8 @@ class Ingress:
     def __init__(self, work: Work) -> None:
         host = "127.0.0.1" if work.local else import_module("ray").util.get_node_ip_address()
         method, net = find_method(work.method), work.open_network(work.device)
-        self._replica = Replica(net, method, work.settings, work.source, work.precision, host, work.secret)
-        self._replica.start()
-
-    @_FRONT.api_route("/{path:path}", methods=_METHODS)
-    async def answer(self, request: Request) -> Response:
-        """Answer any request."""
-        return _Passed(self._replica)
+        self.replica = Replica(net, method, work.settings, work.source, work.precision, host, work.secret)
+        self.replica.start()
 
     def check_health(self) -> None:
         """Check that the replica works; Ray Serve replaces one that does not.
@@ -104,24 +93,24 @@ class Ingress:
         Raises:
             RuntimeError: It does not.
         """
-        if self._replica.service.phase == "ready" and not self._replica.service.batcher.is_alive:
+        if self.replica.service.phase == "ready" and not self.replica.service.batcher.is_alive:
             raise RuntimeError("The replica answers no more requests.")
 
     def __del__(self) -> None:
-        if hasattr(self, "_replica"):  # it could start
-            self._replica.stop()
+        if hasattr(self, "replica"):  # it could start
+            self.replica.stop()
 
 
-class _Passed(Response):
-    """The answer of a replica's own application."""
-
-    def __init__(self, replica: Replica) -> None:
-        super().__init__()
-        self._replica = replica
+class _Front:
+    """The application that Ray Serve knows: that of the replica in this process."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        names = (*_SCOPE, "query_string", "headers", "extensions")
-        await self._replica.app({name: scope[name] for name in names if name in scope}, receive, send)
+        if scope["type"] == "http":
+            ingress: Ingress = import_module("ray.serve").get_replica_context().servable_object
+            return await ingress.replica.app(scope, receive, send)
+        for word in ("startup", "shutdown"):  # a replica starts and stops by itself
+            await receive()
+            await send({"type": f"lifespan.{word}.complete"})
 
 
 @contextlib.contextmanager
@@ -235,7 +224,7 @@ def serve_on_ray(ray: Any, serve: Any, work: Work, replicas: int) -> str:
     quiet = {"log_level": "ERROR", "enable_access_log": False}
     options = {"host": work.settings.host, "port": port}
     serve.start(proxy_location="EveryNode", http_options=options, logging_config=quiet)
-    wrapped = serve.ingress(_FRONT)(Ingress)
+    wrapped = serve.ingress(_Front())(Ingress)
     deployment = serve.deployment(
         name=_APP,
         num_replicas=replicas,

@@ -73,7 +73,9 @@ class Replica:
             raise
         self.service.about["replica"] = self.name
         self.app = make_app(self.service, Peers(self._beats, secret))
-        config = uvicorn.Config(self._receive, log_level="warning", access_log=False, lifespan="off")
+        config = uvicorn.Config(
+            self._receive, interface="asgi3", log_level="warning", access_log=False, lifespan="off", ws="none"
+        )
         self._server, self._stopping = uvicorn.Server(config), threading.Lock()
         self._whole: bool | None = None
 
