@@ -3,7 +3,7 @@
     leases/DIGEST.json    the owner of a stream and its fencing number
     leases/fence          the last fencing number
     leases/locks/         files to lock
-    replicas/NAME.json    the address of a process
+    replicas/NAME.json    the address and the number of a process
     replicas/NAME.beat    a number that grows while the process lives
 
 A lease is taken from an owner that does not live. Whether it lives is a guess: it may only be paused, or slow. Safety
@@ -227,7 +227,7 @@ class Beats:
         self._thread = threading.Thread(target=self._run, name="testtime-beat", daemon=True)
         if name is not None:
             self.beat()
-            write_atomic(self._path / f"{name}.json", json.dumps({"address": address}))
+            write_atomic(self._path / f"{name}.json", json.dumps({"address": address, "pid": os.getpid()}))
 
     def start(self) -> None:
         """Beat and watch the others, in a thread."""
