@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -48,7 +49,7 @@ class Sender(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx.Client(base_url=self._url, timeout=60) as client:
+            with httpx.Client(base_url=self._url, timeout=10) as client:
                 sequence = 1
                 while sequence <= len(self._images):
                     found = self._send(client, sequence)
@@ -145,15 +146,17 @@ def test_killed_and_paused_under_load(service: tuple[str, subprocess.Popen[str]]
     while killed in {json.loads(file.read_text())["owner"] for file in (folder / "leases").glob("*.json")}:
         assert not [sender.fault for sender in senders if sender.fault]
         time.sleep(0.05)
+    wait_for_two(folder, killed)
     paused, pid = find_owner(folder, killed)
+    taken = [sender.stream for sender in senders if read_owner(folder, sender.stream) == paused]
     os.kill(pid, signal.SIGSTOP)
     try:
-        taken = [sender.stream for sender in senders if read_owner(folder, sender.stream) == paused]
-        assert taken
         deadline = time.monotonic() + 60
-        while not all(read_owner(folder, stream) != paused for stream in taken[:1]):
+        while all(read_owner(folder, stream) == paused for stream in taken):
             assert time.monotonic() < deadline
-            time.sleep(0.05)
+            for stream in taken:
+                with contextlib.suppress(httpx.TransportError):  # those that Ray Serve brings to the paused one
+                    httpx.get(f"{url}/v1/streams/{stream}", timeout=1)
     finally:
         os.kill(pid, signal.SIGCONT)  # it finds requests and states of streams that are no longer its own
     for sender in senders:
@@ -176,6 +179,20 @@ def test_killed_and_paused_under_load(service: tuple[str, subprocess.Popen[str]]
         assert about is not None
         assert (about["record"]["version"], about["record"]["sequence"]) == (IMAGES, IMAGES)
     assert not list((folder / "leases").glob("*.json"))
+
+
+def wait_for_two(folder: Path, killed: str) -> None:
+    """Wait until Ray Serve has replaced a replica."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        files = [file for file in (folder / "replicas").glob("*.json") if file.stem != killed]
+        with contextlib.suppress(httpx.TransportError):
+            asked = [httpx.get(f"http://{json.loads(file.read_text())['address']}/", timeout=5) for file in files]
+            if [found.status_code for found in asked] == [403, 403]:
+                time.sleep(2)  # until its network is ready, and Ray Serve knows
+                return
+        time.sleep(0.1)
+    raise AssertionError("no second replica within 90 seconds")
 
 
 def read_owner(folder: Path, stream: str) -> Any:
