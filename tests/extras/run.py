@@ -131,7 +131,11 @@ EXTRAS = {
         environment={"TRITON_INTERPRET": "1"},
     ),
     "LaTeX": Extra(("tests/extras/test_latex.py",), program="pdflatex", debian="texlive-latex-recommended"),
-    "ray": Extra(("tests/extras/test_ray.py",), packages=("ray",), environment={"RAY_USAGE_STATS_ENABLED": "0"}),
+    "ray": Extra(
+        ("tests/extras/test_ray.py", "tests/extras/test_ray_serve.py"),
+        packages=("ray[serve]",),
+        environment={"RAY_USAGE_STATS_ENABLED": "0"},
+    ),
     "schemathesis": Extra(("tests/extras/test_schemathesis.py",), packages=("schemathesis",)),
     "browser": Extra(
         ("tests/extras/test_browser.py", "tests/extras/test_serve_page.py"),

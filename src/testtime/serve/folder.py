@@ -3,6 +3,7 @@
     service.json                        the network and the method that all states belong to
     streams/DIGEST/state.safetensors    the state and the record of a stream
     streams/DIGEST/version-N.safetensors  the same, as it was
+    leases, replicas                    if several processes share the folder, see lease.py
 
 Folders have the hash of a stream's name, since file systems differ in the names they accept and tell apart.
 """
