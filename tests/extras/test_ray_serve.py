@@ -27,15 +27,16 @@ from testtime.tensorfile import read_description
 pytest.importorskip("ray.serve")
 pytestmark = pytest.mark.slow
 
-NAME, EVERY, STREAMS, IMAGES = "digits-resnet8-gn-joint", 3, 8, 60
+NAME, EVERY, STREAMS, IMAGES = "digits-resnet8-gn-joint", 3, 6, 60
 
 
 class Sender(threading.Thread):
     """Sends a stream, repeats what is not answered, and resends what was lost; compares with the oracle.
 
     Attributes:
+        limit: How many images to send for now.
         lost: Number of acknowledged images lost at each takeover.
-        repeated: Number of requests that had to be repeated.
+        repeated: Requests that had to be repeated, by what was answered.
     """
 
     def __init__(self, url: str, number: int) -> None:
@@ -45,13 +46,16 @@ class Sender(threading.Thread):
         self._images = pictures[number::STREAMS]
         online = tt.Online(tt.load(NAME))
         self.expected = [online.predict(image[None]).logits.softmax(-1)[0].tolist() for image in self._images]
-        self.done, self.repeated, self.lost, self.fault = 0, 0, list[int](), ""
+        self.limit = 2 * IMAGES // 3
+        self.done, self.repeated, self.lost, self.fault = 0, Counter[str](), list[int](), ""
 
     def run(self) -> None:
         try:
             with httpx.Client(base_url=self._url, timeout=10) as client:
                 sequence = 1
                 while sequence <= len(self._images):
+                    while sequence > self.limit:
+                        time.sleep(0.01)
                     found = self._send(client, sequence)
                     if found.status_code == 409:
                         expected = found.json()["expected"]
@@ -84,7 +88,7 @@ class Sender(threading.Thread):
                 return found
             # A replica that Ray Serve had chosen was killed: its proxy answers 500, and not as the service does.
             assert found is None or found.status_code == 503 or "error" not in found.text, found.text
-            self.repeated += 1
+            self.repeated["none" if found is None else f"{found.status_code} {found.text[:60]}"] += 1
             time.sleep(0.1)
         raise AssertionError("not answered within a minute")
 
@@ -141,15 +145,15 @@ def test_killed_and_paused_under_load(service: tuple[str, subprocess.Popen[str]]
     wait_for(senders, total // 5)
     killed, pid = find_owner(folder)
     os.kill(pid, signal.SIGKILL)
-    wait_for(senders, 2 * total // 5)  # what the other owned goes on, the rest after a while
+    wait_for(senders, 2 * total // 3)
+    assert killed not in {read_owner(folder, sender.stream) for sender in senders}
 
-    while killed in {json.loads(file.read_text())["owner"] for file in (folder / "leases").glob("*.json")}:
-        assert not [sender.fault for sender in senders if sender.fault]
-        time.sleep(0.05)
     wait_for_two(folder, killed)
     paused, pid = find_owner(folder, killed)
     taken = [sender.stream for sender in senders if read_owner(folder, sender.stream) == paused]
     os.kill(pid, signal.SIGSTOP)
+    for sender in senders:
+        sender.limit = IMAGES
     try:
         deadline = time.monotonic() + 60
         while all(read_owner(folder, stream) == paused for stream in taken):
@@ -165,7 +169,7 @@ def test_killed_and_paused_under_load(service: tuple[str, subprocess.Popen[str]]
         assert sender.done == IMAGES
     lost = [count for sender in senders for count in sender.lost]
     assert all(count <= EVERY for count in lost)
-    assert sum(sender.repeated for sender in senders) > 0  # the load was there
+    assert any(sender.repeated for sender in senders)  # the load was there
 
     listed = httpx.get(f"{url}/v1/streams").json()
     assert {row["id"]: row["version"] for row in listed["streams"]} == {s.stream: IMAGES for s in senders}

@@ -123,6 +123,7 @@ def open_cluster(address: str) -> Iterator[tuple[Any, Any]]:
     Raises:
         ModuleNotFoundError: Ray Serve is not installed.
         ConnectionError: No cluster answers at the address.
+        ValueError: Ray Serve is used for something else there.
     """
     # Read when ray is imported: no usage statistics, no warning about a future default.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -142,11 +143,14 @@ def open_cluster(address: str) -> Iterator[tuple[Any, Any]]:
     else:
         check_address(address)
         ray.init(address, **quiet)
+        if serve.status().proxies:
+            ray.shutdown()
+            raise ValueError("Ray Serve already runs on this cluster; it can serve one address only.")
     try:
         yield ray, serve
     finally:
         with contextlib.suppress(Exception):
-            serve.delete(_APP) if address != "local" else serve.shutdown()
+            serve.shutdown()
         ray.shutdown()
 
 

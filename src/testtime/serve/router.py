@@ -95,7 +95,7 @@ class Router:
             if not self._is_current(stream, lease):
                 try:
                     self._submit(stream, lambda name: self._service.engine.residents.adopt(name, lease.fence)).result()
-                except Refusal:
+                except BaseException:
                     self._leases.release(stream, lease.fence)
                     raise
         return lease
