@@ -80,7 +80,7 @@ def open_client(folder: Path, **given: Any) -> Iterator[tuple[httpx.Client, Serv
     service = make_service(folder, **given)
     listening = listen("127.0.0.1", service.settings.port)
     headers = {} if service.settings.token is None else {"Authorization": f"Bearer {service.settings.token}"}
-    config = uvicorn.Config(make_app(service), log_level="error", lifespan="on", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(make_app(service), http="h11", log_level="error", lifespan="on", timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     with pytest.MonkeyPatch.context() as patch, listening:

@@ -149,8 +149,9 @@ def open_cluster(address: str) -> Iterator[tuple[Any, Any]]:
     try:
         yield ray, serve
     finally:
-        with contextlib.suppress(Exception):
-            serve.shutdown()
+        if address != "local":  # where it ends with Ray
+            with contextlib.suppress(Exception):
+                serve.shutdown()
         ray.shutdown()
 
 
