@@ -79,8 +79,10 @@ def open_client(folder: Path, **given: Any) -> Iterator[tuple[httpx.Client, Serv
     """A service in a thread, and a client of it."""
     service = make_service(folder, **given)
     listening = listen("127.0.0.1", service.settings.port)
+    listening.listen()  # the first request waits for the server
     headers = {} if service.settings.token is None else {"Authorization": f"Bearer {service.settings.token}"}
-    config = uvicorn.Config(make_app(service), log_level="error", lifespan="on", timeout_graceful_shutdown=5)
+    options: dict[str, Any] = {"http": "h11", "log_level": "error", "timeout_graceful_shutdown": 5}
+    config = uvicorn.Config(make_app(service), lifespan="on", **options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     with pytest.MonkeyPatch.context() as patch, listening:

@@ -104,3 +104,11 @@ def test_a_file_is_no_folder_to_hold(tmp_path: Path) -> None:
         pass
     with hold_folder(tmp_path / "new" / "run"):
         assert (tmp_path / "new" / "run").is_dir()
+
+
+def test_a_shared_folder_is_held_by_several_and_by_nobody_alone(tmp_path: Path) -> None:
+    shared, refused = hold_folder(tmp_path, shared=True), pytest.raises(FolderError, match="another process")
+    with shared, hold_folder(tmp_path, shared=True), refused, hold_folder(tmp_path):
+        pass
+    with hold_folder(tmp_path), pytest.raises(FolderError), hold_folder(tmp_path, shared=True):
+        pass

@@ -173,8 +173,12 @@ def write_atomic(path: PathLike, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def hold_folder(path: PathLike) -> Iterator[None]:
+def hold_folder(path: PathLike, shared: bool = False) -> Iterator[None]:
     """Create a folder and lock it against other processes; the lock ends with the process.
+
+    Args:
+        path: The folder.
+        shared: Lock it only against processes that do not share it.
 
     Raises:
         FolderError: It is a file, or another process holds it.
@@ -189,7 +193,7 @@ def hold_folder(path: PathLike) -> Iterator[None]:
     handle = os.open(path, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise FolderError(path, "another process is at work in this folder") from None
         except OSError as error:  # some network file systems have no locks

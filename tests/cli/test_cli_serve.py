@@ -62,3 +62,19 @@ def test_a_missing_package_is_named(run: Run, tmp_path: Path, monkeypatch: pytes
 def test_an_address_that_is_none_is_refused(run: Run, tmp_path: Path) -> None:
     code, _, err = run("send", "127.0.0.1", tmp_path, "--stream", "a")
     assert (code, "`url` must be like" in err) == (2, True)
+
+
+def test_several_replicas_need_ray(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
+        monkeypatch.setenv(name, "0")  # set by the command; restored at the end
+    monkeypatch.setitem(sys.modules, "ray", None)
+    code, _, err = run("serve", *NET, "--state", tmp_path / "state", "--ray", "--replicas", 2)
+    assert code == 1
+    assert "Several replicas need Ray Serve" in err
+    assert "pip install 'testtime[ray]'" in err
+    assert not (tmp_path / "state").exists()
+
+
+def test_the_demo_has_one_process(run: Run) -> None:
+    code, _, err = run("serve", "--demo", "--ray")
+    assert (code, "one process" in err) == (2, True)

@@ -139,7 +139,11 @@ EXTRAS = {
         environment={"TRITON_INTERPRET": "1"},
     ),
     "LaTeX": Extra(("tests/extras/test_latex.py",), program="pdflatex", debian="texlive-latex-recommended"),
-    "ray": Extra(("tests/extras/test_ray.py",), packages=("ray",), environment={"RAY_USAGE_STATS_ENABLED": "0"}),
+    "ray": Extra(
+        ("tests/extras/test_ray.py", "tests/extras/test_ray_serve.py"),
+        packages=("ray[serve]",),
+        environment={"RAY_USAGE_STATS_ENABLED": "0"},
+    ),
     "integrations": Extra(
         ("tests/extras/test_integrations.py",),
         packages=("torchmetrics", "lightning", "tensorboard", "huggingface_hub", "onnx", "onnxscript", "onnxruntime"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +104,31 @@ def test_files_and_folders_are_found_in_order(tmp_path: Path) -> None:
     for path, said in ((tmp_path / "empty", "contains no PNG"), (tmp_path / "none", "no such file")):
         with pytest.raises(tt.FileError, match=said):
             find_files([path])
+
+
+def test_a_500_of_a_proxy_is_asked_again_and_one_of_the_service_is_not(no_waiting: None) -> None:
+    answers = [(500, b"Internal Server Error"), (200, b'{"streams": []}'), (500, b'{"error": "It failed."}')]
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, content = answers.pop(0)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *given: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Proxy) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        client = tt.Client(f"http://127.0.0.1:{server.server_address[1]}")
+        try:
+            assert client.list_streams() == []
+            with pytest.raises(tt.ServiceError, match="It failed"):
+                client.list_streams()
+        finally:
+            server.shutdown()
+            thread.join()
+    assert not answers

@@ -153,8 +153,8 @@ Ray = Annotated[
 ]
 
 
-class EvaluateCommand(Command):
-    """`testtime eval`, whose `--ray` takes an optional value, "local" by default."""
+class RayCommand(Command):
+    """A command whose `--ray` takes an optional value, "local" by default."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         whole: list[str] = []

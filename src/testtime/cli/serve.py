@@ -82,6 +82,18 @@ TokenFile = Annotated[
     Path | None,
     Option(help="File with the token of the service.", show_default=False, rich_help_panel=NETWORKING),
 ]
+Ray = Annotated[
+    str | None,
+    Option(
+        help="Serve with several replicas on Ray, started on this machine or at an address.",
+        metavar="[ADDRESS]",
+        show_default=False,
+        rich_help_panel=MACHINE,
+    ),
+]
+Replicas = Annotated[
+    int, Option(min=1, help="Replicas with --ray, each on a GPU or on its share of cores.", rich_help_panel=MACHINE)
+]
 
 
 def serve(
@@ -108,6 +120,8 @@ def serve(
     token_file: TokenFile = None,
     device: Device = "auto",
     precision: Precision = None,
+    ray: Ray = None,
+    replicas: Replicas = 2,
     demo: IsDemo = False,
 ) -> None:
     """Serve a network over HTTP that adapts to many streams of images, each separately.
@@ -121,6 +135,7 @@ def serve(
       testtime serve -c cifar10-resnet26-gn-joint --method best --state streams
       testtime serve --shadow --on-collapse reset
       testtime serve --host 0.0.0.0 --token-file token.txt --checkpoint-every 0
+      testtime serve --ray --replicas 4 --state /shared/streams
     """
     try:
         from testtime.serve import demo as serve_demo
@@ -137,6 +152,8 @@ def serve(
 
     if demo and (checkpoint is not None or weights is not None or method != "ttt" or shadow):
         raise typer.BadParameter("the demo has its own network and method, and answers with it.", param_hint="--demo")
+    if demo and ray is not None:
+        raise typer.BadParameter("the demo runs in one process.", param_hint="--ray")
     given: dict[str, Any] = {"slots": slots, "group": group, "checkpoint_every": checkpoint_every, "ttl": ttl}
     given |= {"shadow": shadow, "on_collapse": on_collapse, "image_memory": not no_image_memory}
     given |= {"max_streams": max_streams, "max_upload": max_upload, "max_wait_ms": max_wait_ms, "rate": rate}
@@ -146,6 +163,15 @@ def serve(
         with as_bad_arguments(FileError):
             settings = ServeSettings(folder, token=_read_token(token_file), **given)
             chosen = find_method(method)
+        if ray is not None:
+            from testtime.serve import ray as cluster
+
+            source, net = open_network(checkpoint, weights, classes, chosen.needs_branch, "cpu")
+            work = cluster.Work(cluster.resolve_source(source), method, settings, device, precision)
+            with as_bad_arguments(FileError):
+                whole = cluster.run(work, net, ray, replicas, lambda line: echo(line, err=True))
+            _exit_unless(whole)
+            return
         picked = pick_device(device)
         if demo:
             checkpoint, chosen = serve_demo.NETWORK, serve_demo.make_method()
@@ -160,9 +186,13 @@ def serve(
         if demo:
             stack.enter_context(serve_demo.Demo(service, url))
             echo(f"open {url} in a browser and watch for a minute; Ctrl-C ends the demo", err=True)
-        if not server.run(service, listening):
-            echo("error: some streams could not be saved", err=True)
-            raise typer.Exit(1)
+        _exit_unless(server.run(service, listening))
+
+
+def _exit_unless(whole: bool) -> None:
+    if not whole:
+        echo("error: some streams could not be saved", err=True)
+        raise typer.Exit(1)
 
 
 def _choose_folder(stack: contextlib.ExitStack, demo: bool) -> Path:

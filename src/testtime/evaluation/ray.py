@@ -136,12 +136,12 @@ def start_ray(address: str) -> Any:
             "local", include_dashboard=False, object_store_memory=_STORE, log_to_driver=False, logging_level="error"
         )
     else:
-        _check_address(address)
+        check_address(address)
         ray.init(address, log_to_driver=False, logging_level="error")
     return ray
 
 
-def _check_address(address: str) -> None:
+def check_address(address: str) -> None:
     """Check that something answers at `HOST:PORT`; Ray itself retries for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():

@@ -10,6 +10,9 @@
     page, thumbnails     the live page (page.html); pictures for it
     demo                 digits whose light fades, for newcomers
     service, app, server the parts together; the routes; the process
+    lease                who may work on a stream, when several processes share a state folder
+    replica, ray         one of these processes; several of them on Ray Serve
+    router, peers, stored  requests go to the owner of a stream; what all replicas know together
     client               the other side
 
 Threads: the event loop reads requests; one thread, the batcher's, owns the networks; another writes files.

@@ -20,10 +20,13 @@ from testtime.serve import schemas
 from testtime.serve.batcher import Action, Job
 from testtime.serve.bodies import read_body, split_body
 from testtime.serve.limits import check_stream_id
-from testtime.serve.middleware import Middleware, format_json, format_refusal, name_client
+from testtime.serve.middleware import Middleware, format_json, format_refusal, is_forwarded, name_client
 from testtime.serve.page import load_page
+from testtime.serve.peers import Peers
 from testtime.serve.refusal import Refusal
+from testtime.serve.router import Router
 from testtime.serve.service import Service
+from testtime.serve.stored import Stored
 from testtime.serve.thumbnails import describe_thumbnails
 
 log = logging.getLogger(__name__)
@@ -40,8 +43,13 @@ After = Annotated[int, Query(ge=0, le=_LARGEST, description="Only images after t
 Offset = Annotated[int, Query(ge=0, le=_LARGEST, description="Number of streams to skip.")]
 
 
-def make_app(service: Service) -> FastAPI:
-    """Return the application of a service, which it starts and stops."""
+def make_app(service: Service, peers: Peers | None = None) -> FastAPI:
+    """Return the application of a service, which it starts and stops.
+
+    Args:
+        service: The service.
+        peers: The replicas of the service, if there are several; then somebody else starts and stops them.
+    """
 
     @contextlib.asynccontextmanager
     async def live(app: FastAPI) -> AsyncIterator[None]:
@@ -59,9 +67,11 @@ def make_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     app.state.whole = True
-    app.include_router(_make_stream_routes(service), prefix="/v1")
-    app.include_router(_make_service_routes(service))
+    app.include_router(_make_stream_routes(service, peers), prefix="/v1")
+    app.include_router(_make_service_routes(service, peers))
     _add_errors(app)
+    if peers is not None:
+        app.add_middleware(Router, service=service, peers=peers)
     app.add_middleware(Middleware, service=service)
 
     @app.get("/docs", include_in_schema=False)
@@ -71,8 +81,9 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def _make_stream_routes(service: Service) -> APIRouter:
+def _make_stream_routes(service: Service, peers: Peers | None) -> APIRouter:
     routes = APIRouter(responses=schemas.ERRORS)
+    stored = Stored(service.engine.residents.writer.folder)
     requests = _Requests(service)
 
     @routes.post("/streams/{stream}/predict", tags=["streams"], **schemas.PREDICT)
@@ -97,8 +108,10 @@ def _make_stream_routes(service: Service) -> APIRouter:
         return format_json({"answers": answers}, {"X-Testtime-Version": "0", "X-Testtime-Sample": "0"})
 
     @routes.get("/streams", tags=["streams"])
-    async def list_streams(limit: Limit = 1000, offset: Offset = 0) -> Response:
+    async def list_streams(request: Request, limit: Limit = 1000, offset: Offset = 0) -> Response:
         """List the streams, resident or stored, those used last first."""
+        if peers is not None and not is_forwarded(request.scope):
+            return format_json(await peers.list_streams(service, stored, limit, offset))
         records = sorted(service.engine.residents.records.values(), key=lambda record: -record.last_seen)
         shown = [service.describe_stream(record) for record in records[offset : offset + limit]]
         return format_json({"service": service.about, "total": len(records), "streams": shown})
@@ -121,12 +134,14 @@ def _make_stream_routes(service: Service) -> APIRouter:
         return format_json({"thumbnails": await asyncio.to_thread(describe_thumbnails, wanted)})
 
     @routes.get("/events", tags=["service"])
-    async def watch() -> Response:
+    async def watch(request: Request) -> Response:
         """Watch answers and what happens to streams, as server-sent events."""
         service.check_ready()
         if service.events.is_full:
             raise Refusal(429, "Too many watchers.", retry_after=10)
-        return StreamingResponse(service.events.watch(), media_type="text/event-stream")
+        own = peers is None or is_forwarded(request.scope)
+        events = service.events.watch() if peers is None or own else peers.watch(service)
+        return StreamingResponse(events, media_type="text/event-stream")
 
     _add_changes(routes, service, requests)
     return routes
@@ -168,7 +183,7 @@ def _add_changes(routes: APIRouter, service: Service, requests: _Requests) -> No
         return format_json({"stream": stream, "deleted": True})
 
 
-def _make_service_routes(service: Service) -> APIRouter:
+def _make_service_routes(service: Service, peers: Peers | None) -> APIRouter:
     routes = APIRouter(tags=["service"])
 
     @routes.get("/", include_in_schema=False)
@@ -184,13 +199,17 @@ def _make_service_routes(service: Service) -> APIRouter:
     @routes.get("/readyz")
     async def readyz() -> Response:
         """Whether requests are answered, and whether states can be written."""
-        health = service.describe_health()
-        return format_json(dict(health), status=200 if health["ready"] else 503)
+        health = dict(service.describe_health())
+        if peers is not None:
+            health["replicas"] = len(await peers.run(peers.beats.list_alive))
+        return format_json(health, status=200 if health["ready"] else 503)
 
     @routes.get("/metrics", responses={401: schemas.ERRORS[401]})
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """Metrics for Prometheus."""
-        return PlainTextResponse(service.metrics.format(), media_type="text/plain; version=0.0.4")
+        own = peers is None or is_forwarded(request.scope)
+        text = service.metrics.format() if peers is None or own else await peers.merge_metrics()
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     return routes
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from testtime.serve.engine import Engine
+from testtime.serve.lease import LeaseLost
 from testtime.serve.metrics import Metrics
 from testtime.serve.refusal import Refusal
 from testtime.serve.settings import ServeSettings
@@ -38,6 +39,7 @@ class Job:
         action: What to do instead of answering images; returns the result and a write to wait for.
         create: Whether the stream may be new.
         resident: Whether the stream has to be resident.
+        leased: Whether the stream's lease has to be held, if there are leases.
         answer: Set to the result.
         answers: Those of the first images.
         arrived: When it came.
@@ -49,6 +51,7 @@ class Job:
     action: Action | None = None
     create: bool = False
     resident: bool = True
+    leased: bool = True
     answer: Future[Any] = field(default_factory=Future)
     answers: list[dict[str, Any]] = field(default_factory=list)
     arrived: float = field(default_factory=time.perf_counter)
@@ -170,7 +173,12 @@ class Batcher:
     def _exists(self, job: Job) -> bool:
         """Return whether the stream of a request exists or may be created now; otherwise the request is refused."""
         assert job.stream is not None
+        if not job.leased:
+            return True
+        leases = self._engine.residents.leases
         try:
+            if leases is not None and job.stream not in leases.held:
+                raise LeaseLost
             if job.stream not in self._engine.residents.records:
                 if not job.create:
                     raise Refusal(404, "There is no such stream.")
@@ -239,15 +247,25 @@ class Batcher:
         assert job.stream is not None
         stream = job.stream
         self._remove(job, block=write is not None)
+        leases = self._engine.residents.leases
+        fence = None if leases is None or not job.leased else leases.held.get(stream)
+
+        def answer(written: bool) -> None:
+            # Whoever took the lease meanwhile does not know this answer, unless it was written in time.
+            if leases is None or fence is None or written or leases.is_held(stream, fence):
+                _resolve(job.answer, result)
+            else:
+                _reject(job.answer, LeaseLost())
+
         if write is None:
-            _resolve(job.answer, result)
+            answer(False)
             return
 
         def go_on(done: Future[bool]) -> None:
             with self._changed:
                 self._blocked.discard(stream)
                 self._changed.notify_all()
-            _resolve(job.answer, result)
+            answer(done.result())
 
         write.add_done_callback(go_on)
 
@@ -277,8 +295,11 @@ class Batcher:
             with self._changed:
                 busy = record.id in self._queues or record.id in self._blocked
             if not busy and not record.pinned and now - record.last_seen > ttl:
-                residents.delete(record.id, "expired")
-                self._metrics.count("testtime_expired_total")
+                try:
+                    residents.delete(record.id, "expired")
+                    self._metrics.count("testtime_expired_total")
+                except LeaseLost:
+                    residents.forget(record.id)
 
 
 def _resolve(answer: Future[Any], result: Any) -> None:

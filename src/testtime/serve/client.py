@@ -40,13 +40,19 @@ class ServiceError(Exception):
         status: The HTTP status; None if there was no answer.
         expected: The sequence number that the service expects next, if that was wrong.
         retry_after: Seconds after which to try again.
+        again: Whether to try again.
     """
 
     def __init__(
-        self, message: str, status: int | None = None, expected: int | None = None, retry_after: float = 0.0
+        self,
+        message: str,
+        status: int | None = None,
+        expected: int | None = None,
+        retry_after: float = 0.0,
+        again: bool = False,
     ) -> None:
         super().__init__(message)
-        self.status, self.expected, self.retry_after = status, expected, retry_after
+        self.status, self.expected, self.retry_after, self.again = status, expected, retry_after, again
 
 
 @dataclass(frozen=True)
@@ -173,7 +179,7 @@ class Client:
             except (OSError, http.client.HTTPException) as error:
                 fault = ServiceError(f"The service cannot be reached: {error or type(error).__name__}.")
             except ServiceError as error:
-                if error.status not in _AGAIN:
+                if not error.again:
                     raise
                 fault = error
         assert fault is not None
@@ -200,7 +206,10 @@ class Client:
         except (ValueError, KeyError, TypeError):
             about, message = {}, f"The service answered with status {response.status}."
         wait = response.headers.get("Retry-After", "")
-        raise ServiceError(message, response.status, about.get("expected"), float(wait) if wait.isdecimal() else 0.0)
+        # A 500 without the service's own words is from a proxy that has lost the service, or a replica of it.
+        again = response.status in _AGAIN or (response.status == 500 and not about)
+        seconds = float(wait) if wait.isdecimal() else 0.0
+        raise ServiceError(message, response.status, about.get("expected"), seconds, again)
 
 
 class ClientStream:

@@ -31,6 +31,8 @@ _MAGIC = {"PNG": (0, b"\x89PNG\r\n\x1a\n"), "JPEG": (0, b"\xff\xd8\xff"), "WEBP"
 _IMAGES = 256  # of one request
 _SECONDS = 10.0  # for one picture
 _START = 120.0  # seconds for a worker to start
+# numpy reads headers with `ast`, which up to Python 3.11.8 and 3.12.2 may fail if two threads use it (cpython 106905).
+_PARSING = threading.Lock()
 
 
 class Decoder:
@@ -121,7 +123,8 @@ def _parse_array(content: bytes) -> np.ndarray:
     try:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read(stream, max_header_size=1000)
+        with _PARSING:
+            shape, is_fortran, dtype = read(stream, max_header_size=1000)
     except Exception:  # whatever numpy raises for malformed headers
         raise Refusal(400, "The body is not an array as numpy.save writes it.") from None
     if dtype not in (np.uint8, np.float16, np.float32, np.float64):

@@ -22,6 +22,7 @@ from testtime.precision import Precision
 from testtime.serve.answers import make_answers, replace_answer
 from testtime.serve.collapse import find_collapse
 from testtime.serve.events import Events
+from testtime.serve.lease import Leases
 from testtime.serve.metrics import Metrics
 from testtime.serve.record import StreamRecord
 from testtime.serve.refusal import Refusal
@@ -44,6 +45,7 @@ class Engine:
         precision: See `testtime.Settings`.
         metrics: Where everything is counted.
         events: Where everything is reported.
+        leases: See `Residents`.
 
     Raises:
         FileError: The state folder cannot be used.
@@ -58,6 +60,7 @@ class Engine:
         precision: Precision | None,
         metrics: Metrics,
         events: Events,
+        leases: Leases | None = None,
     ) -> None:
         self._settings, self._metrics, self._events, self._names = settings, metrics, events, net.card.classes
         group = None if settings.group is None else min(settings.group, settings.slots)
@@ -68,7 +71,7 @@ class Engine:
         self._episodic = Episodic(net, method=method, parallel=group or "auto", precision=precision)
         mirrored = self._streams.settings.mirrored
         self._fixed = Fixed(net, precision=precision, mirrored=mirrored) if settings.shadow else None
-        self.residents = Residents(self._streams, settings, metrics, events)
+        self.residents = Residents(self._streams, settings, metrics, events, leases)
 
     def warm_up(self, shape: tuple[int, ...]) -> None:
         """Take a step and undo it, so that the first request does not wait for what is made once."""

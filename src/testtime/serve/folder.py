@@ -3,6 +3,7 @@
     service.json                        the network and the method that all states belong to
     streams/DIGEST/state.safetensors    the state and the record of a stream
     streams/DIGEST/version-N.safetensors  the same, as it was
+    leases, replicas                    if several processes share the folder, see lease.py
 
 Folders have the hash of a stream's name, since file systems differ in the names they accept and tell apart.
 """
@@ -10,7 +11,6 @@ Folders have the hash of a stream's name, since file systems differ in the names
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from testtime.checks import check_format, is_table_of, is_text
+from testtime.serve.lease import Leases, hash_stream
 from testtime.serve.record import StreamRecord
 from testtime.storage import FileError, clear_parts, hold_folder, read_json, write_atomic
 from testtime.tensorfile import read_description, read_tensors, write_tensors
@@ -41,15 +42,16 @@ class StateFolder:
         path: The folder; it is created.
         identity: What all states must have in common, see `Adapter`.
         versions: Number of former versions stored of each stream.
+        leases: The leases of streams, if several processes share the folder.
 
     Raises:
         FileError: Another process uses the folder, or it belongs to another network or method.
     """
 
-    def __init__(self, path: Path, identity: Mapping[str, str], versions: int) -> None:
-        self.path, self._identity, self._versions = path, dict(identity), versions
+    def __init__(self, path: Path, identity: Mapping[str, str], versions: int, leases: Leases | None = None) -> None:
+        self.path, self._identity, self._versions, self.leases = path, dict(identity), versions, leases
         self._held = contextlib.ExitStack()
-        self._held.enter_context(hold_folder(path))
+        self._held.enter_context(hold_folder(path, shared=leases is not None))
         try:
             self._check()
         except BaseException:
@@ -77,7 +79,7 @@ class StateFolder:
             else:
                 if any(folder.iterdir()):
                     yield folder
-                else:
+                elif self.leases is None:
                     folder.rmdir()  # left by a stream that could not be written
 
     def read(self, stream: str, version: int | None = None) -> tuple[StreamRecord, dict[str, Tensor]]:
@@ -106,7 +108,22 @@ class StateFolder:
         found = (_VERSION.fullmatch(name) for name in os.listdir(folder))
         return sorted(int(match[1]) for match in found if match)
 
-    def write(self, stream: str, record: Mapping[str, Any], tensors: Mapping[str, Tensor], store: bool) -> None:
+    def find_record(self, stream: str) -> StreamRecord | None:
+        """Return the record of a stream, if it is stored and readable."""
+        return self.read_record(self._folder(stream))
+
+    def read_record(self, folder: Path) -> StreamRecord | None:
+        """Return the record of the stream in a folder, if there is a readable one."""
+        for path in self._list_files(folder):
+            try:
+                return self._read_record(path, read_description(path, _KEY))
+            except FileError as error:  # noqa: PERF203 (few files)
+                log.warning("%s", error)
+        return None
+
+    def write(
+        self, stream: str, record: Mapping[str, Any], tensors: Mapping[str, Tensor], store: bool, fence: int = 0
+    ) -> None:
         """Write a stream's state.
 
         Args:
@@ -114,34 +131,61 @@ class StateFolder:
             record: See `StreamRecord.describe`.
             tensors: The state.
             store: Whether it is also stored as a version; the oldest beyond the number of versions is removed.
+            fence: The fencing number of the stream's lease, if there are leases.
 
         Raises:
+            LeaseLost: The stream has another owner now.
             OSError: It cannot be written; the former state is still there.
         """
         folder = self._folder(stream)
         state = folder / "state.safetensors"
-        write_tensors(state, tensors, _KEY, {"format": _FORMAT, "record": record})
-        if not (store and self._versions):
-            return
-        version = folder / f"version-{record['version']}.safetensors"
+        # With leases, the lock is held only while files get their names, not while they are written.
+        staged = state if self.leases is None else folder / f".state-{fence}.part"
+        try:
+            write_tensors(staged, tensors, _KEY, {"format": _FORMAT, "record": record})
+            with self._guard(stream, fence):
+                if staged != state:
+                    os.replace(staged, state)
+                if store and self._versions:
+                    self._store_version(stream, record["version"])
+        finally:
+            if staged != state:
+                staged.unlink(missing_ok=True)
+
+    def _store_version(self, stream: str, number: int) -> None:
+        folder = self._folder(stream)
+        state = folder / "state.safetensors"
+        version = folder / f"version-{number}.safetensors"
         version.unlink(missing_ok=True)
         try:
             os.link(state, version)  # the state is replaced, not changed, by the next one
         except OSError:
             shutil.copyfile(state, version)
-        for number in self.list_versions(stream)[: -self._versions]:
-            (folder / f"version-{number}.safetensors").unlink(missing_ok=True)
+        for old in self.list_versions(stream)[: -self._versions]:
+            (folder / f"version-{old}.safetensors").unlink(missing_ok=True)
 
     def drop_version(self, stream: str, version: int) -> None:
         """Remove a former version."""
-        (self._folder(stream) / f"version-{version}.safetensors").unlink(missing_ok=True)
+        fence = 0 if self.leases is None else self.leases.held.get(stream, 0)
+        with contextlib.suppress(TimeoutError), self._guard(stream, fence):
+            (self._folder(stream) / f"version-{version}.safetensors").unlink(missing_ok=True)
 
-    def delete(self, stream: str) -> None:
-        """Remove everything of a stream."""
-        shutil.rmtree(self._folder(stream), ignore_errors=True)
+    def delete(self, stream: str, fence: int = 0) -> None:
+        """Remove everything of a stream; `fence` as in `write`."""
+        with self._guard(stream, fence):
+            shutil.rmtree(self._folder(stream), ignore_errors=True)
+
+    def count(self) -> int:
+        """Return the number of streams of all processes that share the folder, stored or not yet."""
+        leased = set[str]() if self.leases is None else self.leases.list_digests()
+        return len(leased | set(os.listdir(self.path / "streams")))
+
+    def _guard(self, stream: str, fence: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.leases is None else self.leases.guard(stream, fence)
 
     def _check(self) -> None:
-        clear_parts(self.path)
+        if self.leases is None:
+            clear_parts(self.path)
         path = self.path / "service.json"
         if path.exists():
             found = read_json(path)
@@ -156,7 +200,7 @@ class StateFolder:
         (self.path / "streams").mkdir(exist_ok=True)
 
     def _folder(self, stream: str) -> Path:
-        return self.path / "streams" / hashlib.sha256(stream.encode()).hexdigest()[:32]
+        return self.path / "streams" / hash_stream(stream)
 
     def _list_files(self, folder: Path) -> list[Path]:
         """Return the files of a stream that exist, the newest first."""

@@ -17,6 +17,9 @@ from testtime.serve.settings import is_loopback
 
 _OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz")  # no token needed: nothing in them is of a stream
 
+FORWARDED = "testtime.forwarded"
+"""In the scope of a request that another replica has checked and sent on."""
+
 _UNREAD = (401, 403, 408, 413, 415)  # the body may not have been read, and be endless
 
 
@@ -43,7 +46,8 @@ class Middleware:
             await send(message)
 
         try:
-            self._check(scope)
+            if not is_forwarded(scope):
+                self._check(scope)
             await self._app(scope, receive, note)
         except Refusal as refusal:
             await format_refusal(refusal)(scope, receive, note)
@@ -86,11 +90,18 @@ def name_client(scope: Scope) -> str:
     return client[0] if client else "?"
 
 
+def is_forwarded(scope: Scope) -> bool:
+    """Return whether a request comes from another replica."""
+    return bool(scope.get(FORWARDED))
+
+
 def format_refusal(refusal: Refusal) -> Response:
     """Return the answer to a refused request."""
     headers = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if refusal.details.get("moved"):
+        headers["X-Testtime-Moved"] = "1"
     if refusal.status in _UNREAD:
         headers["Connection"] = "close"
     return format_json({"error": refusal.message} | refusal.details, headers, refusal.status)

@@ -17,6 +17,7 @@ from torch import Tensor
 from testtime.adaptation.streams import Streams
 from testtime.serve.events import Events
 from testtime.serve.folder import StateFolder
+from testtime.serve.lease import LeaseLost, Leases
 from testtime.serve.metrics import Metrics
 from testtime.serve.record import StreamRecord
 from testtime.serve.refusal import Refusal
@@ -35,20 +36,29 @@ class Residents:
         settings: The settings of the service.
         metrics: Where everything is counted.
         events: Where everything is reported.
+        leases: The leases of streams, if other processes share the state folder; then only adopted streams are known.
 
     Raises:
         FileError: The state folder cannot be used.
     """
 
-    def __init__(self, streams: Streams, settings: ServeSettings, metrics: Metrics, events: Events) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        settings: ServeSettings,
+        metrics: Metrics,
+        events: Events,
+        leases: Leases | None = None,
+    ) -> None:
         self._streams, self._settings, self._metrics, self._events = streams, settings, metrics, events
-        folder = StateFolder(settings.state, streams.identify(), settings.versions)
+        folder = StateFolder(settings.state, streams.identify(), settings.versions, leases)
+        self.leases = leases
         self.slots, self.writer = Slots(settings.slots), Writer(folder, metrics)
         self.records: dict[str, StreamRecord] = {}
         """All streams, resident or stored."""
         self.damaged = 0
         """Number of streams found without a readable state."""
-        for found in folder.list_streams():
+        for found in folder.list_streams() if leases is None else ():
             if isinstance(found, Path):
                 self.damaged += 1
                 log.error("%s: no readable state", found)
@@ -66,8 +76,9 @@ class Residents:
         """
         if stream in self.records:
             return
-        if len(self.records) >= self._settings.max_streams:
-            raise Refusal(429, f"There are already {len(self.records)} streams; delete some.", retry_after=60)
+        count = len(self.records) if self.leases is None else self.writer.folder.count() - 1  # the lease is counted
+        if count >= self._settings.max_streams:
+            raise Refusal(429, f"There are already {count} streams; delete some.", retry_after=60)
         if self.writer.fault is not None:
             raise Refusal(503, f"No new streams: states cannot be written ({self.writer.fault}).", retry_after=10)
 
@@ -114,20 +125,57 @@ class Residents:
             written.append(self._put(self.records[stream], own, store))
         return written
 
-    def delete(self, stream: str, reason: str) -> None:
-        """Forget a stream, resident or stored."""
+    def adopt(self, stream: str, fence: int) -> None:
+        """Go on with a stream from what is stored of it, after getting its lease; it may be new.
+
+        Raises:
+            Refusal: It is new, and may not be created.
+        """
+        self.forget(stream)
+        found = self.writer.folder.find_record(stream)
+        if found is None:
+            self.check_new(stream)
+        else:
+            found.restored_version, found.answers = found.version, {}
+            self.records[stream] = found
+            if found.pinned and len(self.slots.pinned) < self.slots.count - 1:
+                self.slots.pinned.add(stream)
+        assert self.leases is not None
+        self.leases.held[stream] = fence
+
+    def forget(self, stream: str) -> None:
+        """Forget a stream that has another owner, or of which the stored state counts."""
         self.slots.release(stream)
         self.slots.pinned.discard(stream)
-        self.writer.delete(stream)
-        del self.records[stream]
+        self.writer.drop(stream)
+        self.records.pop(stream, None)
+        if self.leases is not None:
+            self.leases.held.pop(stream, None)
+
+    def delete(self, stream: str, reason: str) -> None:
+        """Delete a stream, resident or stored."""
+        fence = self._find_fence(stream)
+        try:
+            self.writer.delete(stream, fence)
+        except TimeoutError:  # another process holds its lock
+            raise LeaseLost from None
+        self.forget(stream)
+        if self.leases is not None:
+            self.leases.release(stream, fence)
         self._events.publish("deleted", stream=stream, reason=reason)
 
     def close(self) -> bool:
         """Write everything that has changed and release the folder; returns whether everything was written."""
         self.save([stream for stream in self.slots.list_resident() if self._has_changed(stream)])
         whole = self.writer.close()
+        if self.leases is not None:
+            for stream, fence in self.leases.held.items():
+                self.leases.release(stream, fence)
         self.writer.folder.close()
         return whole
+
+    def _find_fence(self, stream: str) -> int:
+        return 0 if self.leases is None else self.leases.held.get(stream, 0)
 
     def _has_changed(self, stream: str) -> bool:
         """Return whether a resident stream differs from what is written or about to be."""
@@ -178,7 +226,8 @@ class Residents:
         if store:
             record.stored_version = record.version
         sequence, revision = record.sequence, record.revision
-        written = self.writer.put(Entry(record.id, record.describe(), state, revision, store))
+        fence = self._find_fence(record.id)
+        written = self.writer.put(Entry(record.id, record.describe(), state, revision, store, fence))
 
         def note(done: Future[bool]) -> None:
             if done.result():

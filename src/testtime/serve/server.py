@@ -65,7 +65,13 @@ def run(service: Service, listening: socket.socket) -> bool:
         service.events.close()
 
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=_GRACE, lifespan="on"
+        app,
+        http="h11",  # httptools, if installed, answers malformed headers itself, and not with JSON
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_GRACE,
+        lifespan="on",
     )
     with listening:
         _Server(config, stop).run(sockets=[listening])

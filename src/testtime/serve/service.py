@@ -17,6 +17,7 @@ from testtime.serve.batcher import Batcher
 from testtime.serve.decode import Decoder
 from testtime.serve.engine import Engine
 from testtime.serve.events import Events
+from testtime.serve.lease import Leases
 from testtime.serve.limits import Rates
 from testtime.serve.metrics import SIZES, Metrics
 from testtime.serve.record import StreamRecord
@@ -36,6 +37,7 @@ _COUNTERS = {
     "testtime_loads_total": "Streams that came back from the state folder.",
     "testtime_expired_total": "Streams deleted because they were not used.",
     "testtime_write_errors_total": "States that could not be written.",
+    "testtime_lost_leases_total": "States not written, since their stream has another owner; with several replicas.",
 }
 
 
@@ -48,6 +50,7 @@ class Service:
         settings: The settings.
         name: What the network is called.
         precision: See `testtime.Settings`.
+        leases: The leases of streams, if several processes share the state folder.
 
     Raises:
         FileError: The state folder cannot be used.
@@ -55,14 +58,20 @@ class Service:
     """
 
     def __init__(
-        self, net: YNet, method: Method, settings: ServeSettings, name: str, precision: Precision | None = None
+        self,
+        net: YNet,
+        method: Method,
+        settings: ServeSettings,
+        name: str,
+        precision: Precision | None = None,
+        leases: Leases | None = None,
     ) -> None:
         if net.card.size is None:
             raise ValueError("The network's image size is unknown; set it with net.describe(size=…).")
         self.settings, self.metrics, self.events = settings, Metrics(), Events()
         channels = int(net.channels or net.card.architecture.get("channels", 3))
         self._declare()
-        self.engine = Engine(net, method, settings, precision, self.metrics, self.events)
+        self.engine = Engine(net, method, settings, precision, self.metrics, self.events, leases)
         self.decoder = Decoder(channels, net.card.size, settings.max_pixels)
         self.batcher = Batcher(self.engine, settings, self.metrics)
         self.rates, self._creators = Rates(settings.rate), dict[str, set[str]]()

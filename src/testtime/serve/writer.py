@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from testtime.serve.folder import StateFolder
+from testtime.serve.lease import LeaseLost
 from testtime.serve.metrics import Metrics
 from testtime.storage import error_text
 
@@ -37,6 +38,7 @@ class Entry:
         tensors: The state.
         revision: See `StreamRecord`.
         store: Whether it is stored as a version, too.
+        fence: The fencing number of the lease under which the stream was changed, if there are leases.
         done: Set to whether it was written.
     """
 
@@ -45,6 +47,7 @@ class Entry:
     tensors: Mapping[str, Tensor]
     revision: int = 0
     store: bool = False
+    fence: int = 0
     done: Future[bool] = field(default_factory=Future)
 
 
@@ -88,15 +91,23 @@ class Writer:
         with self._changed:
             return self._newest.get(stream)
 
-    def delete(self, stream: str) -> None:
-        """Remove everything of a stream, written or not."""
+    def delete(self, stream: str, fence: int = 0) -> None:
+        """Remove everything of a stream, written or not; `fence` as in `StateFolder.write`.
+
+        Raises:
+            LeaseLost: The stream has another owner now, and only what is not written is removed.
+        """
         with self._disk:
-            with self._changed:
-                dropped = [entry for entry in self._queue if entry.stream == stream]
-                self._queue = deque(entry for entry in self._queue if entry.stream != stream)
-                self._newest.pop(stream, None)
-                self._failed.pop(stream, None)
-            self.folder.delete(stream)
+            self.drop(stream)
+            self.folder.delete(stream, fence)
+
+    def drop(self, stream: str) -> None:
+        """Do not write what is not written yet of a stream."""
+        with self._changed:
+            dropped = [entry for entry in self._queue if entry.stream == stream]
+            self._queue = deque(entry for entry in self._queue if entry.stream != stream)
+            self._newest.pop(stream, None)
+            self._failed.pop(stream, None)
         for entry in dropped:
             entry.done.set_result(False)
 
@@ -134,10 +145,14 @@ class Writer:
                     return False
                 entry = self._queue.popleft()
                 self._changed.notify_all()
-            begin = time.perf_counter()
+            begin, lost = time.perf_counter(), False
             try:
-                self.folder.write(entry.stream, entry.record, entry.tensors, entry.store)
+                self.folder.write(entry.stream, entry.record, entry.tensors, entry.store, entry.fence)
                 fault = None
+            except LeaseLost:  # its new owner has gone on from the last state that was written
+                self._metrics.count("testtime_lost_leases_total")
+                log.warning("the stream %s has another owner; a state of it was not written", entry.stream)
+                fault, lost = None, True
             except OSError as error:
                 fault = error_text(error)
             except Exception as error:  # must not end the thread, and with it all writing
@@ -147,7 +162,7 @@ class Writer:
             with self._changed:
                 self._note(entry, fault)
         if not entry.done.done():
-            entry.done.set_result(fault is None)
+            entry.done.set_result(fault is None and not lost)
         return True
 
     def _note(self, entry: Entry, fault: str | None) -> None:
