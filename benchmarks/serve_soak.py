@@ -184,25 +184,27 @@ class Stream:
         self.answers: dict[int, Answer] = {}
         self._interval = 0  # stated when that answer came
         self._saved = 0  # number of the last request that cannot be lost
-        self._next, self._unsure = 1, False
+        self._next, self._life = 1, 0  # the life of the service that this is certain of; 0: none
 
     def send_next(self, connection: Connection) -> None:
         """Send a request and check its answer; after a kill, first look what the service still knows."""
-        if self._unsure and not self._recover(connection):
+        lives = self.soak.server.lives
+        if self._life != len(lives) and not self._recover(connection):
             return
-        life = self.soak.server.lives[-1]
+        interval, number = lives[-1]["interval"], len(lives)
         kind, body = encode(*plan_request(self.number, self._next))
         url = f"/v1/streams/{self.name}/predict?sequence={self._next}"
         status, content = connection.send("POST", url, body, kind)
         if status in (0, 503):
-            self._unsure = True
+            self._life = 0
             self.soak.count("unanswered")
             time.sleep(0.2)
         elif status != 200:
-            self.soak.fail(f"{self.name}, request {self._next}: status {status}, {content[:200]!r}")
-            self._unsure = True
+            self._life = 0
+            if len(lives) == number:  # it was not killed meanwhile
+                self.soak.fail(f"{self.name}, request {self._next}: status {status}, {content[:200]!r}")
         else:
-            self._check(json.loads(content), life["interval"])
+            self._check(json.loads(content), interval)
 
     def _check(self, payload: dict[str, Any], interval: int) -> None:
         number, indices = self._next, plan_request(self.number, self._next)[0]
@@ -224,6 +226,7 @@ class Stream:
 
     def _recover(self, connection: Connection) -> bool:
         """Go on from the request after the last that the service knows; returns False if it is not ready."""
+        life = len(self.soak.server.lives)
         status, content = connection.send("GET", f"/v1/streams/{self.name}")
         if status not in (200, 404) or connection.send("GET", "/readyz")[0] != 200:
             time.sleep(0.2)
@@ -242,7 +245,7 @@ class Stream:
         if about["version"] != self.count_images(known) or about["seen"] != self.count_images(known):
             self.soak.fail(f"{self.name}: version {about['version']} after request {known}")
         self.soak.count("sent again", max(0, self.acked - known))
-        self._next, self._unsure = known + 1, False
+        self._next, self._life = known + 1, life
         return True
 
     def count_images(self, number: int) -> int:
