@@ -59,7 +59,7 @@ def make_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     app.state.whole = True
-    app.include_router(_make_stream_routes(service), prefix="/v1")
+    app.include_router(_make_stream_routes(service))
     app.include_router(_make_service_routes(service))
     _add_errors(app)
     app.add_middleware(Middleware, service=service)
@@ -72,7 +72,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _make_stream_routes(service: Service) -> APIRouter:
-    routes = APIRouter(responses=schemas.ERRORS)
+    routes = APIRouter(prefix="/v1", responses=schemas.ERRORS)
     requests = _Requests(service)
 
     @routes.post("/streams/{stream}/predict", tags=["streams"], **schemas.PREDICT)
