@@ -52,7 +52,7 @@ from testtime.serve.server import listen
 
 NETWORK = "digits-resnet8-gn-joint"
 INTERVALS = (0, 4, 16)  # of --checkpoint-every, in turn
-THREADS = 8
+THREADS = 12
 GROWTH_MB, GROWTH_FILES = 48, 8  # allowed in the last third
 
 Answer = list[list[float]]
@@ -265,7 +265,7 @@ def work(soak: Soak, streams: Sequence[Stream], seed: int) -> None:
     try:
         while time.monotonic() < soak.until:
             stream = rng.choice(streams)
-            for _ in range(rng.choice([1, 1, 1, 2, 4, 8])):
+            for _ in range(rng.choice([1, 1, 1, 1, 2, 6])):
                 stream.send_next(connection)
     except Exception as error:
         soak.fail(f"{type(error).__name__}: {error}")
@@ -308,7 +308,7 @@ def disturb(soak: Soak, streams: Sequence[Stream]) -> None:
                 check("malformed", (400, 415), *connection.send("POST", f"{stream}/predict", wrong, given))
         else:
             check("order", (404, 409), *connection.send("POST", f"{stream}/predict?sequence=999999", body, kind))
-        time.sleep(rng.uniform(0.0, 0.5))
+        time.sleep(rng.uniform(0.0, 2.0))
 
 
 def run_load(soak: Soak, streams: Sequence[Stream], calm: float) -> int:
@@ -325,7 +325,7 @@ def run_load(soak: Soak, streams: Sequence[Stream], calm: float) -> int:
         soak.server.sample(connection)
         now = time.monotonic()
         if next_kill is None and soak.server.lives[-1]["samples"]:  # it answers
-            next_kill = now + rng.uniform(2.0, 20.0)
+            next_kill = now + rng.uniform(2.0, 40.0)
         if soak.server.process is not None and soak.server.process.poll() is not None:
             soak.fail(f"the service ended by itself, exit code {soak.server.process.returncode}")
             soak.server.start()
@@ -399,6 +399,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="of load; the comparison comes on top")
     parser.add_argument("--streams", type=int, default=96)
     parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--evictions", type=int, default=1000, help="fewer are reported as a fault")
     parser.add_argument("--out", type=Path, help="write the findings to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, listen("127.0.0.1", 0) as free:
@@ -407,6 +408,10 @@ def main() -> int:
         os.environ["SOAK"] = folder  # by which its processes are found
         server = Server(f"{folder}/state", arguments.slots, port)
         server.start()
+        while Connection(port).send("GET", "/readyz")[0] != 200:
+            assert server.process is not None
+            assert server.process.poll() is None, "the service ended"
+            time.sleep(0.1)
         seconds = arguments.minutes * 60
         soak = Soak(server, time.monotonic() + seconds)
         streams = [Stream(soak, number) for number in range(arguments.streams)]
@@ -426,6 +431,8 @@ def main() -> int:
         if "Traceback" in log:
             soak.fail("the log of the service has a traceback: " + log[log.index("Traceback") :][:2000])
     evictions = sum(life["evictions"] for life in server.lives)
+    if evictions < arguments.evictions:
+        soak.fail(f"only {evictions} evictions: the run was too short to tell")
     content: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         "machine": describe_machine(torch.device("cpu")),
