@@ -312,7 +312,13 @@ def disturb(soak: Soak, streams: Sequence[Stream]) -> None:
 
 
 def run_load(soak: Soak, streams: Sequence[Stream], calm: float) -> int:
-    """Load, samples and kills until the time is over, none in the last `calm` seconds; returns the number of kills."""
+    """Load, samples and kills until the time is over; returns the number of kills.
+
+    Args:
+        soak: What all share.
+        streams: The streams.
+        calm: Seconds at the end without kills.
+    """
     rng, kills, connection = random.Random(1), 0, Connection(soak.server.port)
     groups = [streams[first::THREADS] for first in range(min(THREADS, len(streams)))]
     threads = [threading.Thread(target=work, args=(soak, group, seed)) for seed, group in enumerate(groups)]
@@ -320,11 +326,13 @@ def run_load(soak: Soak, streams: Sequence[Stream], calm: float) -> int:
     for thread in threads:
         thread.start()
     next_kill: float | None = None
+    ended = time.monotonic()
     while time.monotonic() < soak.until:
         time.sleep(1.0)
         soak.server.sample(connection)
         now = time.monotonic()
         if next_kill is None and soak.server.lives[-1]["samples"]:  # it answers
+            soak.until += now - ended  # starting does not count
             next_kill = now + rng.uniform(2.0, 40.0)
         if soak.server.process is not None and soak.server.process.poll() is not None:
             soak.fail(f"the service ended by itself, exit code {soak.server.process.returncode}")
@@ -332,7 +340,7 @@ def run_load(soak: Soak, streams: Sequence[Stream], calm: float) -> int:
         elif next_kill is not None and next_kill < now < soak.until - calm:
             soak.server.kill()
             soak.server.start()
-            kills, next_kill = kills + 1, None
+            kills, next_kill, ended = kills + 1, None, now
     for thread in threads:
         thread.join()
     return kills
@@ -352,7 +360,7 @@ def compute_oracle(stream: int, requests: int) -> list[Answer]:
 
 def check_answers(soak: Soak, streams: Sequence[Stream]) -> int:
     """Compare all answers with the oracle; returns the number of images compared."""
-    compared = 0
+    compared, streams = 0, [stream for stream in streams if stream.answers]
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         lasts = [max(stream.answers, default=0) for stream in streams]
         everything = pool.map(compute_oracle, [stream.number for stream in streams], lasts)
