@@ -11,8 +11,8 @@ from .result_files import ROOT, format_hardware, read_file
 
 
 def format_service(file: Path) -> str:
-    """Rates, latencies and costs; a sentence if the file does not exist."""
-    return format_measured(read_file(file), file) if (ROOT / file).exists() else "*Not measured yet.*"
+    """Rates, latencies and costs; nothing if the file does not exist."""
+    return format_measured(read_file(file), file) if (ROOT / file).exists() else ""
 
 
 def format_measured(held: Mapping[str, Any], file: Path) -> str:
@@ -32,6 +32,7 @@ def format_measured(held: Mapping[str, Any], file: Path) -> str:
     cells = [f"{memory[name] / 1024:,.0f} KiB" for name in ("resident_bytes", "stored_bytes")]
     cells += [f"{moves[name]:,.1f} ms" for name in ("evict_ms", "load_ms", "write_ms")]
     costs = table(["a resident stream", "a stored stream", "eviction", "reload", "write"], [cells], words=())
-    hardware = format_hardware(held["machine"]["hardware"])
-    source = f"{held['network']}, method {held['method']}; {hardware}, {held['cores']} cores; `{held['command']}`"
-    return "\n\n".join([table(heads, rows, words=()), costs, f"{source} ({link(file)})."])
+    about = [link(file), held["network"], held["method"], format_hardware(held["machine"]["hardware"])]
+    titles = ["file", "network", "method", "hardware", "cores", "command"]
+    source = table(titles, [[*about, str(held["cores"]), f"`{held['command']}`"]], words=(0, 1, 2, 3, 5))
+    return "\n\n".join([table(heads, rows, words=()), costs, source])
