@@ -1,12 +1,15 @@
 """How fast the service answers, against the bare step of `Streams`; what a stream takes; what leaving and coming costs.
 
-    python benchmarks/serve.py --quick                       # two CPU cores, about a minute
-    python benchmarks/serve.py --device cuda --network cifar10-resnet26-gn-joint --images 1 16 --out results/serve.json
+    python benchmarks/serve.py --quick                               # two CPU cores, about a minute
+    python benchmarks/serve.py --out results/serve-cpu.json          # about five minutes
+    python benchmarks/serve.py --device cuda --network cifar10-resnet26-gn-joint --out results/serve-h200.json
 
 The service runs as a process of its own, the load comes from this one over loopback: one connection a stream, the next
 request as soon as the last is answered. Latency is from the first byte of a request to the last of its answer. The bare
-rate is that of `Streams.predict` with as many streams, in this process, without a service. Load generator and service
-share the machine's cores. Memory of a resident stream is the size of its tensors, of a stored one that of its file.
+rate is that of `Streams.predict` with as many streams, in this process, without a service; both use the settings that
+the network's card recommends. Load generator and service share the machine's cores. Memory of a resident stream is the
+size of its tensors, of a stored one that of its file. Eviction, reload and write are means, with four times as many
+streams as slots; an eviction hands the state to a thread that writes it.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ import numpy as np
 import torch
 
 import testtime as tt
+from testtime.adaptation.methods import Method, find_method
+from testtime.evaluation.recommended import recommend
 from testtime.provenance import describe_machine
 
 Row = dict[str, Any]
@@ -65,6 +70,13 @@ def serve(arguments: argparse.Namespace, folder: str, *more: str) -> Iterator[tt
         assert process.wait(60) == 0, "the service did not end as it should"
 
 
+def encode(image: np.ndarray, images: int) -> bytes:
+    """The body of a request: an image several times."""
+    file = io.BytesIO()
+    np.save(file, np.broadcast_to(image, (images, *image.shape)))
+    return file.getvalue()
+
+
 async def send_all(client: tt.Client, body: bytes, streams: int, seconds: float, prefix: str) -> list[float]:
     """Let each stream send one request after another, at least one; returns the latencies of all, in seconds."""
     host, port = client.url.removeprefix("http://").split(":")
@@ -94,8 +106,7 @@ async def send_all(client: tt.Client, body: bytes, streams: int, seconds: float,
 
 
 def measure_service(client: tt.Client, body: bytes, streams: int, images: int, seconds: float) -> Row:
-    asyncio.run(send_all(client, body, streams, 0.0, f"n{streams}"))  # creates the streams, one request each
-    asyncio.run(send_all(client, body, streams, min(1.0, seconds / 4), f"n{streams}"))
+    asyncio.run(send_all(client, body, streams, seconds / 10, f"n{streams}"))  # creates the streams, and warms up
     begin = time.perf_counter()
     latencies = asyncio.run(send_all(client, body, streams, seconds, f"n{streams}"))
     spent = time.perf_counter() - begin
@@ -105,7 +116,7 @@ def measure_service(client: tt.Client, body: bytes, streams: int, images: int, s
     return row | {name: float(value) for name, value in percentiles.items()}
 
 
-def measure_bare(net: tt.YNet, method: str, streams: int, seconds: float, image: np.ndarray) -> float:
+def measure_bare(net: tt.YNet, method: Method, streams: int, seconds: float, image: np.ndarray) -> float:
     """Images per second of the bare step of as many streams."""
     adapter = tt.Streams(net, streams, method=method)
     batch, every = torch.from_numpy(image).expand(streams, *image.shape), torch.arange(streams)
@@ -118,7 +129,7 @@ def measure_bare(net: tt.YNet, method: str, streams: int, seconds: float, image:
     return done * streams / (time.perf_counter() - begin)
 
 
-def measure_memory(net: tt.YNet, method: str, folder: Path, image: np.ndarray) -> Row:
+def measure_memory(net: tt.YNet, method: Method, folder: Path, image: np.ndarray) -> Row:
     """Bytes of a resident stream, and the mean of the stored ones."""
     adapter = tt.Streams(net, 2, method=method)
     adapter.predict(torch.from_numpy(image)[None].expand(2, *image.shape))
@@ -149,33 +160,34 @@ def main() -> None:
     parser.add_argument("--network", default="digits-resnet8-gn-joint")
     parser.add_argument("--method", default="ttt")
     parser.add_argument("--streams", type=int, nargs="+", default=None, help="default: 1 16 64 256")
-    parser.add_argument("--images", type=int, nargs="+", default=[1], help="images of a request")
+    parser.add_argument("--images", type=int, nargs="+", default=None, help="of a request; default: 1 16, quick 1")
     parser.add_argument("--seconds", type=float, default=None, help="of each row; default: 10, quick 2")
     parser.add_argument("--out", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     counts = arguments.streams or ([1, 16] if arguments.quick else [1, 16, 64, 256])
     seconds = arguments.seconds or (2.0 if arguments.quick else 10.0)
+    sizes = arguments.images or ([1] if arguments.quick else [1, 16])
     net = tt.load(arguments.network).to(arguments.device)
+    method = recommend(find_method(arguments.method), net.card.settings)
     assert net.card.size is not None
     shape = (net.channels or 3, net.card.size, net.card.size)
     image = np.random.default_rng(0).random(shape, dtype=np.float32)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         with serve(arguments, f"{folder}/a", "--slots", str(max(counts))) as client:
-            for images in arguments.images:
-                file = io.BytesIO()
-                np.save(file, np.broadcast_to(image, (images, *shape)))
+            for images in sizes:
+                body = encode(image, images)
                 for streams in counts:
-                    rows.append(measure_service(client, file.getvalue(), streams, images, seconds))
+                    rows.append(measure_service(client, body, streams, images, seconds))
                     print(json.dumps({name: _round(value) for name, value in rows[-1].items()}), flush=True)
-        bare = {streams: measure_bare(net, arguments.method, streams, seconds, image) for streams in counts}
+        bare = {streams: measure_bare(net, method, streams, seconds, image) for streams in counts}
         for row in rows:
             row["bare_images_per_s"] = bare[row["streams"]]
             row["share_of_bare"] = row["images_per_s"] / row["bare_images_per_s"]
         print(json.dumps({f"bare, {count} streams": _round(rate) for count, rate in bare.items()}))
-        memory = measure_memory(net, arguments.method, Path(folder, "a"), image)
+        memory = measure_memory(net, method, Path(folder, "a"), image)
         with serve(arguments, f"{folder}/b", "--slots", "4") as client:
-            evictions = measure_evictions(client, file.getvalue(), seconds)
+            evictions = measure_evictions(client, encode(image, 1), seconds)
     print(json.dumps({name: _round(value) for name, value in (memory | evictions).items()}))
     if arguments.out is not None:
         machine = describe_machine(torch.device(arguments.device))

@@ -14,7 +14,7 @@ from testtime.report.correlation import Joined, join
 from testtime.report.results import Results, collect
 from testtime.storage import printable, write_atomic
 
-from . import errors, figures, imagenet, moving, speed, streams, trainings, variants
+from . import errors, figures, imagenet, moving, service, speed, streams, trainings, variants
 from .documents import fill
 from .result_files import (
     CIFAR,
@@ -52,6 +52,10 @@ def make_parts() -> dict[Path, Parts]:
         },
         docs / "speed.md": make_speed(),
         docs / "imagenet.md": make_imagenet(),
+        docs / "serving.md": {
+            "service on the CPU": service.format_service(Path("results/serve-cpu.json")),
+            "service on the GPU": service.format_service(Path("results/serve-h200.json")),
+        },
         docs / "results.md": make_summary(),
         docs / "results/levels.md": make_levels(),
         docs / "results/streams.md": make_streams(),

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import re
 import stat
 import tempfile
 import unicodedata
@@ -157,7 +158,10 @@ def atomic_file(path: PathLike) -> Iterator[Path]:
         temporary.chmod(0o644)  # mkstemp creates files that only their owner can read
         os.replace(temporary, path)
     except SafetensorError as error:  # raised instead of OSError when the disk is full
-        raise OSError(f"{path}: cannot be written ({error})") from None
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise OSError(f"{path}: cannot be written ({error})") from None
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
     except OSError as error:
         if error.errno is not None and error.filename is None:  # as when the disk is full
             error.filename = str(path)

@@ -80,6 +80,7 @@ def test_a_collapse_is_noticed_and_answered_from_before_the_update(fallback: str
         assert same(adapter.predict(batches[number]), plain[number])
     found = adapter.predict(batches[alarm])
     assert found.rolled_back.all()
+    assert found.alarmed.all()
     assert torch.equal(found.logits, plain[alarm].logits_before)
     assert adapter.rolled_back == len(batches[alarm])
 
@@ -179,6 +180,7 @@ def test_a_long_update_is_undone_and_lengths_follow_a_lasting_change() -> None:
         most = mean + 2 * max(0.25, math.sqrt(variance)) if number >= 32 else math.inf
         found = adapter.predict(image, numbers)
         assert bool(found.rolled_back) == (length > most), sample
+        assert not found.alarmed
         undone.append(length > most)
         difference, rate = min(length, most) - mean, max(1 / (number + 1), 0.1)
         number, mean = number + 1, mean + rate * difference

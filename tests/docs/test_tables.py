@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from generate import errors, imagenet, speed, streams, variants
+from generate import errors, imagenet, service, speed, streams, variants
 from generate.result_files import compare, time_methods
 
 from report_runs import make_columns, make_run
@@ -196,3 +196,22 @@ def test_familiar_images_are_counted_by_class_and_the_unknown_ones_together() ->
     assert lines[2] == "| dog | yes | 8 | 12.5% | 87.5% |"
     assert lines[3] == "| horn | no | 40 | 25.0% | 50.0% |"
     assert lines[-1].endswith("| no | 100 | 50.0% | 25.0% |")
+
+
+def test_the_service_is_compared_with_the_bare_step() -> None:
+    row = {"streams": 16, "images": 1, "requests_per_s": 1234.56, "images_per_s": 1234.56, "p50_ms": 12.34}
+    row |= {"p95_ms": 20.0, "p99_ms": 30.06, "share_of_bare": 0.804}
+    hardware = {"device": "cpu", "processor": "a processor", "threads": 2}
+    held = {
+        "rows": [row],
+        "memory": {"resident_bytes": 2048, "stored_bytes": 5120.0},
+        "machine": {"hardware": hardware},
+    }
+    held |= {"evictions": {"evict_ms": 0.5, "load_ms": 2.0, "write_ms": 3.04}, "command": "python x", "cores": 2}
+    held |= {"network": "digits", "method": "ttt"}
+    text = service.format_measured(held, Path("results/serve-cpu.json"))
+    assert "| 16 | 1 | 1,234.6 | 1,234.6 | 12.3 | 20.0 | 30.1 | 80% |" in text
+    assert "| 2 KiB | 5 KiB | 0.5 ms | 2.0 ms | 3.0 ms |" in text
+    assert "a processor, 2 threads" in text
+    assert all(line.startswith("|") for line in text.splitlines() if line)
+    assert service.format_service(Path("results/missing.json")) == ""

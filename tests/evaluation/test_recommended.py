@@ -9,7 +9,7 @@ import pytest
 
 import testtime as tt
 from testtime.evaluation import make_plan
-from testtime.evaluation.recommended import find_recommended, format_settings
+from testtime.evaluation.recommended import find_recommended, format_settings, make_recommended
 
 SETTINGS: dict[str, dict[str, Any]] = {"ttt": {"lr": 0.1, "copies": 2}, "online": {"lr": 0.2}, "tent": {"steps": 3}}
 
@@ -20,6 +20,19 @@ def test_a_mode_overrides_its_method() -> None:
     assert find_recommended(SETTINGS, "tent", "online") == {"steps": 3}
     assert find_recommended(SETTINGS, "cotta", "online") == {}
     assert find_recommended(SETTINGS, "ttt", "fixed") == {}
+
+
+def test_a_method_has_those_of_each_mode() -> None:
+    card = SETTINGS | {"online": {"lr": 0.2, "task": {"name": "rotation", "each": "all"}}}
+    ttt = make_recommended(tt.METHODS["ttt"], card)
+    online, alone = ttt.make_settings("online", {}), ttt.make_settings("episodic", {})
+    assert (online.lr, online.copies, online.steps) == (0.2, 2, 1)
+    assert online.task is not None
+    assert (alone.lr, alone.copies, alone.steps, alone.task) == (0.1, 2, 10, None)
+    assert make_recommended(tt.METHODS["tent"], card).make_settings("online", {}).steps == 3
+    assert make_recommended(tt.METHODS["cotta"], card) == tt.METHODS["cotta"]
+    with pytest.raises(ValueError, match="speed"):
+        make_recommended(tt.METHODS["ttt"], {"online": {"speed": 1}})
 
 
 @pytest.fixture

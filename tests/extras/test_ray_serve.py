@@ -44,7 +44,8 @@ class Sender(threading.Thread):
         self.stream, self._url = f"stream-{number}", url
         pictures = tt.data.open("digits").images(slice(IMAGES * STREAMS)).float() / 255
         self._images = pictures[number::STREAMS]
-        online = tt.Online(tt.load(NAME))
+        net = tt.load(NAME)
+        online = tt.Online(net, **tt.recommend(net))
         self.expected = [online.predict(image[None]).logits.softmax(-1)[0].tolist() for image in self._images]
         self.limit = 2 * IMAGES // 3
         self.done, self.repeated, self.lost, self.fault = 0, Counter[str](), list[int](), ""

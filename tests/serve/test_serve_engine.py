@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from serving import METHOD, image, make_online, network, open_engine, submit
-from testtime import METHODS, Fixed, Method, Streams
+from testtime import METHODS, Fixed, Guard, Online, Streams
 from testtime.serve.batcher import Batcher, Job
 from testtime.serve.refusal import Refusal
 
@@ -169,16 +170,97 @@ def test_what_is_learned_survives_a_restart(tmp_path: Path) -> None:
             assert found(ask(batcher, name, 2, sequence=2)) == expect([0, 1, 2])[2:]
 
 
-@pytest.mark.parametrize("action", ["report", "reset", "rollback", "freeze"])
+GUARD = Guard(collapse=0, burst=0, distance=0.0135, fallback="source")
+GUARDED = replace(METHOD, settings={**METHOD.settings, "guard": GUARD})
+
+
+def follow_stream(seeds: Sequence[int], fallback: Any = "undo") -> tuple[list[list[float]], list[bool]]:
+    """Probabilities and alarms of an `Online` with a guard."""
+    online = Online(network(), method=GUARDED, guard=replace(GUARD, fallback=fallback))
+    answers = [online.predict(image(seed)[None]) for seed in seeds]
+    return [one.logits.softmax(-1)[0].tolist() for one in answers], [bool(one.alarmed) for one in answers]
+
+
+@pytest.mark.parametrize("action", ["guard", "report", "reset", "rollback", "freeze"])
 def test_a_collapse_is_acted_upon(tmp_path: Path, action: Any) -> None:
-    method = Method("ttt", "", "", settings={"copies": 2, "lr": 1e30}, needs=("branch",))  # always undone
-    with open_engine(tmp_path, method=method, on_collapse=action) as (engine, batcher):
-        answers = [ask(batcher, "a", seed)["answers"][0] for seed in range(6)]
-        assert [one["rolled_back"] for one in answers] == [True] * 5 + [action != "freeze"]
+    """The update that shows it is undone; then the stream goes on from where the action leads."""
+    seeds = range(16)
+    first = follow_stream(seeds)[1].index(True)
+    assert 3 <= first < 15
+    with open_engine(tmp_path, method=GUARDED, on_collapse=action, version_every=3) as (engine, batcher):
+        answers = [ask(batcher, "a", seed) for seed in seeds[: first + 1]]
+        assert [row for answer in answers for row in found(answer)] == follow_stream(seeds)[0][: first + 1]
+        assert [answer["answers"][0]["alarmed"] for answer in answers] == [False] * first + [True]
         record = engine.residents.records["a"]
-        assert record.collapses == 1
-        assert record.frozen == (action == "freeze")
-        assert record.sample == {"report": 6, "reset": 1, "rollback": 1, "freeze": 5}[action]
+        assert (record.collapses, record.frozen) == (1, action == "freeze")
+        assert engine._metrics.read("testtime_collapses_total", action=action) == 1
+        after, stored = ask(batcher, "a", 99), first // 3 * 3
+        expected = {
+            "guard": lambda: follow_stream([*seeds[: first + 1], 99], "source")[0][-1],
+            "report": lambda: follow_stream([*seeds[: first + 1], 99])[0][-1],
+            "reset": lambda: expect([99])[0],
+            "rollback": lambda: expect([*seeds[:stored], 99])[-1],
+            "freeze": lambda: answer_frozen(seeds[:first], 99),
+        }[action]()
+        assert found(after) == [expected]
+        assert after["answers"][0]["adapted"] or action in ("report", "freeze")
+        assert record.collapses == 1  # reported once, as long as it lasts
+
+
+def answer_frozen(seeds: Sequence[int], seed: int) -> list[float]:
+    """Of a network that has learned from some images, about another one."""
+    online = make_online()
+    for one in seeds:
+        online.predict(image(one)[None])
+    return Fixed(online.network()).predict(image(seed)[None]).logits.softmax(-1)[0].tolist()
+
+
+def test_a_number_becomes_a_guard_that_follows_streams(tmp_path: Path) -> None:
+    with open_engine(tmp_path / "a") as (engine, _):
+        assert engine._streams.settings.guard == 3.0
+    with open_engine(tmp_path / "b", on_collapse="report") as (engine, _):
+        assert engine._streams.settings.guard == Guard(rise=3.0, fallback="undo")
+
+
+def test_a_request_that_fails_midway_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_engine(tmp_path, slots=2) as (engine, batcher):
+        ask(batcher, "a", 0, sequence=1)
+        predict, calls = engine._streams.predict, []
+
+        def fail(images: Any, **given: Any) -> Any:
+            calls.append(given)
+            if len(calls) == 3:
+                raise RuntimeError("out of memory")
+            return predict(images, **given)
+
+        before = engine.residents.records["a"].describe()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._streams, "predict", fail)
+            for name in "ab":  # b is new
+                calls.clear()
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    ask(batcher, name, 1, 2, 3, 4)
+        assert engine.residents.records["a"].describe() == before
+        again = ask(batcher, "a", 1, 2, 3, 4, sequence=2)
+        assert found(again) == expect(range(5))[1:]
+        assert (again["version"], again["seen"], again["sample"]) == (5, 5, 4)
+        assert found(ask(batcher, "b", 5, 6)) == expect([5, 6])
+
+
+def test_what_fails_beside_learning_leaves_nothing_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_engine(tmp_path, shadow=True) as (engine, batcher):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._fixed, "predict", lambda images: (_ for _ in ()).throw(RuntimeError("out of memory")))
+            with pytest.raises(RuntimeError, match="out of memory"):
+                ask(batcher, "a", 7)
+        ask(batcher, "a", 0, 1)
+        state = engine._streams.export_streams(engine.residents.find_slot("a"))
+    online = make_online()
+    online.predict(torch.stack([image(0), image(1)]))
+    learned = online.state_dict()
+    names = [name for name in learned if name.startswith("learner/encoder")]
+    assert names
+    assert all(torch.equal(state[name], learned[name]) for name in names)
 
 
 def test_unused_streams_expire(tmp_path: Path) -> None:

@@ -133,6 +133,14 @@ BODIES: dict[str, tuple[str, bytes]] = {
 }
 NAMES = ["-a", ".a", "_a", "a b", "a%20b", "ä", "a" * 65, "%2e%2e", "a%00b", "a%0d%0ab", "a%5cb", "a:b", "a;b", "%ff"]
 NAMES += ["*", "~", "a@b", "a+b", "a,b", "a'b", "a%22b", "%3Cscript%3E", "🙂", "%25", "a%7fb", "-", "."]
+FORMS: dict[str, tuple[str, bytes]] = {
+    "array": (NPY, GOOD),
+    "PNG": (PNG, as_picture()),
+    "JPEG": ("image/jpeg", as_picture("JPEG")),
+    "WebP": ("image/webp", as_picture("WEBP")),
+    "multipart": ("multipart/form-data; boundary=a", b"--a\r\nContent-Type: x/y\r\n\r\n" + GOOD + b"\r\n--a--"),
+}
+CUTS = 30  # of each form
 QUERIES = ["0", "-1", "x", "1.5", "", "1e3", "9" * 30, "null", "%00", "2**3", "NaN", "true", "[1]"]
 
 
@@ -163,6 +171,19 @@ def test_bodies(client: httpx.Client, name: str) -> None:
     kind, content = BODIES[name]
     headers = {"Content-Type": kind} if kind else {}
     check(client.post("/v1/streams/good/predict", content=content, headers=headers), 400, 413, 415, 422)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_bodies_that_end_too_early(client: httpx.Client, name: str) -> None:
+    kind, content = FORMS[name]
+    for cut in range(CUTS):
+        part = content[: 1 + cut * (len(content) - 8) // CUTS]
+        check(client.post("/v1/streams/good/predict", content=part, headers={"Content-Type": kind}), 400)
+
+
+def test_there_are_at_least_three_hundred() -> None:
+    """Without those that schemathesis makes up."""
+    assert len(BODIES) + 2 * len(NAMES) + 4 * len(QUERIES) - 2 + CUTS * len(FORMS) >= 300
 
 
 @pytest.mark.parametrize("name", NAMES)

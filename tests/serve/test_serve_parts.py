@@ -42,7 +42,7 @@ def test_a_record_comes_back_and_malformed_ones_do_not() -> None:
         record.count(answer | {"adapted": number % 2 == 0, "rolled_back": number % 2 == 1}, True, None)
         record.remember(number + 1, {"number": number})
     assert (record.seen, record.version, record.sample, record.adapted, record.rolled_back) == (300, 300, 300, 150, 150)
-    assert (record.rolled_back_in_row, record.changed, record.unsaved) == (1, 1.0, 300)
+    assert (record.changed, record.unsaved) == (1.0, 300)
     assert list(record.answers) == [str(number) for number in range(293, 301)]
     table = record.describe()
     again = StreamRecord.parse(table)
@@ -130,7 +130,7 @@ def test_tokens() -> None:
         ({"ttl": 0}, "`ttl` must be a positive number"),
         ({"rate": float("nan")}, "`rate`"),
         ({"max_wait_ms": -1}, "`max_wait_ms`"),
-        ({"on_collapse": "panic"}, "`on_collapse` must be one of report, reset"),
+        ({"on_collapse": "panic"}, "`on_collapse` must be one of guard, report, reset"),
         ({"port": 70000}, "`port`"),
         ({"host": "0.0.0.0"}, "needs a token"),
         ({"host": "example.org"}, "needs a token"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import pytest
 from torch import Tensor
 
 import testtime as tt
+from testtime.evaluation import predict_files
 from testtime.serve.server import listen
 from testtime.tensorfile import read_description
 
@@ -50,7 +52,7 @@ def test_killed_and_ended(tmp_path: Path) -> None:
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     client, given = tt.Client(f"http://127.0.0.1:{port}", retries=0), images(26)
-    online, camera = tt.Online(tt.load(NAME)), client.stream("camera")
+    online, camera = predict_files.prepare_adapter(tt.load(NAME), online=True), client.stream("camera")
     expected = [online.predict(image[None]).logits.softmax(-1)[0].tolist() for image in given]
 
     process = start(tmp_path, port, "--checkpoint-every", "3")
@@ -76,7 +78,7 @@ def test_killed_and_ended(tmp_path: Path) -> None:
         found: list[Any] = []
         thread = threading.Thread(target=lambda: found.append(camera.predict(*given[10:])))
         thread.start()
-        while camera.info()["seen"] < 12:
+        while not json.loads(client.fetch("GET", "/readyz"))["waiting"]:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         thread.join()

@@ -79,7 +79,7 @@ def gate(confidence: Tensor, threshold: float) -> Tensor:
 
 
 def settle(
-    wanted: Tensor, before: Observation, after: Observation, sound: Tensor, rise: float
+    wanted: Tensor, before: Observation, after: Observation, sound: Tensor, alarmed: Tensor, rise: float
 ) -> tuple[Prediction, Tensor]:
     """Decide for S replicas with B images each whether to accept or undo their updates.
 
@@ -88,6 +88,7 @@ def settle(
         before: Observation before learning.
         after: Observation after learning.
         sound: Whether a replica's values are finite and its stream is as it should be, bool `(S,)`.
+        alarmed: Whether a replica's stream has collapsed or gone too far, bool `(S,)`.
         rise: Maximum increase of the mean loss of a replica's images.
 
     Returns:
@@ -98,7 +99,8 @@ def settle(
     if settled is None:
         settled = _settle(*given)
     logits, loss, adapted, rolled_back, undone = settled
-    prediction = Prediction(logits, before.logits, before.loss, loss, before.confidence, adapted, rolled_back)
+    failed = wanted & alarmed[:, None]
+    prediction = Prediction(logits, before.logits, before.loss, loss, before.confidence, adapted, rolled_back, failed)
     return prediction, undone
 
 

@@ -52,7 +52,7 @@ def episode(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
         finite = learner.later(learner.is_finite)
         after = objective.observe(images)
         sound = watch.judge(images, wanted, good.result().pieces[0], after, finite.result())
-        prediction, undone = settle(wanted, before.result(), after, sound, watch.guard.rise)
+        prediction, undone = settle(wanted, before.result(), after, sound, watch.alarmed, watch.guard.rise)
     except BaseException:  # including Ctrl-C: a partial update must not remain
         learner.restore(good.result(), learner.all_rows)
         raise

@@ -35,6 +35,7 @@ class Prediction:
         confidence: The objective's confidence on the plain image before adaptation, in [0, 1], `(N,)`.
         adapted: Whether the logits come from a network adapted to the image, bool `(N,)`.
         rolled_back: Whether the guard undid the update, bool `(N,)`.
+        alarmed: Whether it did so since the stream has collapsed or gone too far, see `Guard`, bool `(N,)`.
     """
 
     logits: Tensor
@@ -44,6 +45,7 @@ class Prediction:
     confidence: Tensor
     adapted: Tensor
     rolled_back: Tensor
+    alarmed: Tensor
 
     def __len__(self) -> int:
         return len(self.logits)
@@ -57,7 +59,7 @@ class Prediction:
     def unadapted(logits: Tensor, loss: Tensor, confidence: Tensor) -> Prediction:
         """Make the predictions of a network that did not adapt to the images."""
         no = torch.zeros_like(loss, dtype=torch.bool)
-        return Prediction(logits, logits.clone(), loss, loss.clone(), confidence, no, no.clone())
+        return Prediction(logits, logits.clone(), loss, loss.clone(), confidence, no, no.clone(), no.clone())
 
     @staticmethod
     def join(parts: list[Prediction]) -> Prediction:

@@ -168,9 +168,19 @@ class ReplicaStore:
             learner.load({name: tensor[index : index + 1] for name, tensor in state.items()})
             ready.append((rows[index : index + 1], learner.snapshot()))
         for row, snapshot in ready:  # only now, so that a state that does not fit changes nothing
-            for tensor in self._memory.values():
-                tensor[row] = 0
-            self._store_rows(row, *snapshot)
+            self.put_rows(row, snapshot)
+
+    def copy_rows(self, rows: Tensor) -> Snapshot:
+        """Return a copy of the given replicas, int `(M,)`, for `put_rows`."""
+        self._unload()
+        return Snapshot([piece[rows] for piece in self._pieces], {key: one[rows] for key, one in self._memory.items()})
+
+    def put_rows(self, rows: Tensor, snapshot: Snapshot) -> None:
+        """Replace the given replicas, int `(M,)`, by others of the same network and settings."""
+        self._unload()
+        for tensor in self._memory.values():
+            tensor[rows] = 0
+        self._store_rows(rows, *snapshot)
 
     def _groups(self, count: int, device: torch.device) -> Iterator[tuple[Tensor, int]]:
         """Yield groups of the indices below `count`, padded, each with its number of indices before padding.
@@ -215,8 +225,7 @@ class ReplicaStore:
 
     def _load_rows(self, learner: Learner, rows: Tensor) -> None:
         """Copy rows to a learner."""
-        memory = {key: tensor[rows] for key, tensor in self._memory.items()}
-        learner.restore(Snapshot([piece[rows] for piece in self._pieces], memory), learner.all_rows)
+        learner.restore(self.copy_rows(rows), learner.all_rows)
 
     def _store_rows(self, rows: Tensor, pieces: list[Tensor], memory: Mapping[Any, Tensor]) -> None:
         """Store the first replicas of a learner as the given rows."""

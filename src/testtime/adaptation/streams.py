@@ -169,6 +169,30 @@ class Streams(Adapter):
                 self.reset(streams)
             self._numbers = self._numbers.index_copy(0, chosen, numbers)
 
+    def make_undo(self, streams: Tensor) -> Callable[[], None]:
+        """Return a function that returns some streams to their present state, bit for bit, and leaves the others alone.
+
+        Args:
+            streams: Int `(M,)`, without duplicates.
+
+        Raises:
+            ValueError: There are no such streams.
+        """
+        check_streams(streams, len(streams), self.count)
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            chosen, store = streams.to(self.device, copy=True), self._learned
+            numbers, rows = self._numbers[chosen], store.copy_rows(chosen) if isinstance(store, ReplicaStore) else None
+
+        def undo() -> None:
+            with self._lock, torch.inference_mode(False), torch.no_grad():
+                if rows is None:
+                    self.reset(chosen)
+                elif isinstance(self._learned, ReplicaStore):
+                    self._learned.put_rows(chosen, rows)
+                self._numbers = self._numbers.index_copy(0, chosen, numbers)
+
+        return undo
+
     def network(self, stream: int) -> YNet:
         """Return a copy of the adapted network of a stream, independent of the stream.
 

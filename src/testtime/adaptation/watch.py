@@ -51,7 +51,9 @@ class Watch:
         if guard.fallback == "shadow":
             self.state |= {f"shadow/{number}": piece.detach().clone() for number, piece in enumerate(self._weights)}
         self._next: dict[str, Tensor] = {}
-        self._judged = self._alarmed = torch.zeros(count, dtype=torch.bool, device=numbers.device)
+        self._judged = torch.zeros(count, dtype=torch.bool, device=numbers.device)
+        self.alarmed = self._judged
+        """Which streams had collapsed or gone too far at the last update, bool `(S,)`."""
 
     @property
     def falls_back(self) -> bool:
@@ -84,8 +86,8 @@ class Watch:
             alarmed = alarmed | ((numbers - self._start).norm(dim=1) > guard.distance * self._start.norm())
         if guard.burst:
             sound = sound & self._measure((numbers - before).norm(dim=1))
-        self._alarmed = alarmed & self._judged
-        return sound & ~self._alarmed
+        self.alarmed = alarmed & self._judged
+        return sound & ~self.alarmed
 
     def renew(self, updated: Tensor) -> Tensor | None:
         """Move the averages; `updated`, bool `(S,)`, says which updates were accepted.
@@ -99,7 +101,7 @@ class Watch:
             for number, piece in enumerate(self._weights):
                 shadow = self.state[f"shadow/{number}"]
                 put_rows(shadow, shadow.lerp(piece, 1 - self.guard.shadow), updated)
-        return self._alarmed if self.falls_back else None
+        return self.alarmed if self.falls_back else None
 
     def copy_shadow(self) -> list[Tensor]:
         """Return a copy of the shadow, for `recover`; empty if there is none."""
@@ -109,9 +111,9 @@ class Watch:
         """Go to the shadow, or freeze, after a reset of the replicas that `renew` returned."""
         for number, old in enumerate(shadow):
             for tensor in (self._weights[number], self.state[f"shadow/{number}"]):
-                put_rows(tensor, old, self._alarmed)
+                put_rows(tensor, old, self.alarmed)
         if "frozen" in self.state:
-            self.state["frozen"].add_(self._alarmed)
+            self.state["frozen"].add_(self.alarmed)
 
     def _average(self, name: str, logits: Tensor, wanted: Tensor) -> Tensor:
         """Average the probabilities of the wanted images with those before; returns exp(entropy), `(S,)`."""

@@ -51,8 +51,11 @@ Shadow = Annotated[
     Option("--shadow", help="Answer with the original network; adapted ones run along.", rich_help_panel=STREAMS),
 ]
 OnCollapse = Annotated[
-    Literal["report", "reset", "rollback", "freeze"],
-    Option(help="What to do when a stream has collapsed.", rich_help_panel=STREAMS),
+    Literal["guard", "report", "reset", "rollback", "freeze"],
+    Option(
+        help="What to do when a stream has collapsed; guard: what the guard of the method does, if it looks for it.",
+        rich_help_panel=STREAMS,
+    ),
 ]
 NoImageMemory = Annotated[
     bool, Option("--no-image-memory", help="Refuse methods that store images.", rich_help_panel=STREAMS)
@@ -107,7 +110,7 @@ def serve(
     checkpoint_every: CheckpointEvery = 16,
     ttl: Ttl = None,
     shadow: Shadow = False,
-    on_collapse: OnCollapse = "report",
+    on_collapse: OnCollapse = "guard",
     no_image_memory: NoImageMemory = False,
     thumbnails: Thumbnails = False,
     max_streams: MaxStreams = 10_000,
@@ -128,7 +131,9 @@ def serve(
 
     Every stream has its own adapted network. The address is also that of a page
     that shows all streams as they adapt. Stop the service with Ctrl-C or SIGTERM:
-    it finishes its requests and saves all streams.
+    it finishes its requests and saves all streams. The settings of the method are
+    those that the network's card recommends (see testtime info), and otherwise
+    the paper's.
 
     Examples:
       testtime serve --demo
@@ -146,6 +151,7 @@ def serve(
         message = f"the service needs {missing.name}: pip install 'testtime[serve]'"
         raise ModuleNotFoundError(message, name=missing.name) from None
     from testtime.adaptation.methods import find_method
+    from testtime.evaluation.recommended import make_recommended
     from testtime.serve.service import Service
     from testtime.serve.settings import ServeSettings
     from testtime.storage import FileError
@@ -173,9 +179,11 @@ def serve(
             _exit_unless(whole)
             return
         picked = pick_device(device)
-        if demo:
-            checkpoint, chosen = serve_demo.NETWORK, serve_demo.make_method()
-        name, net = open_network(checkpoint, weights, classes, chosen.needs_branch, picked)
+        name, net = open_network(
+            serve_demo.NETWORK if demo else checkpoint, weights, classes, chosen.needs_branch, picked
+        )
+        with as_bad_arguments(FileError):
+            chosen = serve_demo.make_method() if demo else make_recommended(chosen, net.card.settings)
         listening = stack.enter_context(server.listen(host, port))
         with as_bad_arguments(FileError):
             service = Service(net, chosen, settings, name, precision)

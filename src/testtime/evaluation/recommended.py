@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from testtime.adaptation.methods import Mode
+from testtime.adaptation.methods import Method, Mode
 from testtime.evaluation.method_specs import MethodSpec
 from testtime.networks.card import CheckpointError
 from testtime.networks.checkpoint import find_checkpoint, read_parts
@@ -47,6 +47,27 @@ def find_recommended(settings: Mapping[str, dict[str, Any]], method: str, mode: 
     if mode == "fixed":
         return {}
     return {**settings.get(method, {}), **(settings.get(mode, {}) if method == "ttt" else {})}
+
+
+def make_recommended(method: Method, settings: Mapping[str, dict[str, Any]]) -> Method:
+    """Return a method with the settings that a card recommends for it, in each mode.
+
+    Args:
+        method: One of `METHODS`.
+        settings: `Card.settings`.
+
+    Raises:
+        ValueError: The settings are not valid.
+    """
+    found: dict[Mode, dict[str, Any]] = {}
+    for mode in ("online", "episodic"):
+        # As a specification, which checks names and types: a card is not trusted.
+        own = find_recommended(settings, method.name, mode)
+        found[mode] = MethodSpec(method.name, mode, settings=own, method=method.name).make_arguments()
+    # What is recommended for streams only does not apply to episodes.
+    alone = method.make_settings("episodic", found["episodic"])
+    episodic = {**method.episodic, **found["episodic"], **{name: getattr(alone, name) for name in found["online"]}}
+    return replace(method, settings={**method.settings, **found["online"]}, episodic=episodic)
 
 
 def use_recommended(methods: Sequence[MethodSpec], files: Mapping[str, str]) -> list[MethodSpec]:

@@ -30,6 +30,7 @@ def make_answers(prediction: Prediction, names: Sequence[str]) -> list[dict[str,
             "confidence": _finite(float(here.confidence[row])),
             "adapted": bool(here.adapted[row]),
             "rolled_back": bool(here.rolled_back[row]),
+            "alarmed": bool(here.alarmed[row]),
         }
         for row in range(len(here))
     ]

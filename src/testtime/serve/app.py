@@ -19,6 +19,7 @@ from torch import Tensor
 from testtime.serve import schemas
 from testtime.serve.batcher import Action, Job
 from testtime.serve.bodies import read_body, split_body
+from testtime.serve.decode import ARRAY
 from testtime.serve.limits import check_stream_id
 from testtime.serve.middleware import Middleware, format_json, format_refusal, is_forwarded, name_client
 from testtime.serve.page import load_page
@@ -32,6 +33,7 @@ from testtime.serve.thumbnails import describe_thumbnails
 log = logging.getLogger(__name__)
 
 _LARGEST = 2**53 - 1  # integers that every JSON reader reads exactly
+_SMALL = 1 << 16  # bytes of an array
 
 Sequence = Annotated[
     int | None,
@@ -67,7 +69,7 @@ def make_app(service: Service, peers: Peers | None = None) -> FastAPI:
         redoc_url=None,
     )
     app.state.whole = True
-    app.include_router(_make_stream_routes(service, peers), prefix="/v1")
+    app.include_router(_make_stream_routes(service, peers))
     app.include_router(_make_service_routes(service, peers))
     _add_errors(app)
     if peers is not None:
@@ -82,7 +84,7 @@ def make_app(service: Service, peers: Peers | None = None) -> FastAPI:
 
 
 def _make_stream_routes(service: Service, peers: Peers | None) -> APIRouter:
-    routes = APIRouter(responses=schemas.ERRORS)
+    routes = APIRouter(prefix="/v1", responses=schemas.ERRORS)
     stored = Stored(service.engine.residents.writer.folder)
     requests = _Requests(service)
 
@@ -233,7 +235,10 @@ class _Requests:
             parts = split_body(kinds, content)
             return [image for kind, part in parts for image in service.decoder.decode(kind, part)]
 
-        images = await asyncio.get_running_loop().run_in_executor(self._pool, decode)
+        if kinds.startswith(ARRAY) and len(content) <= _SMALL:  # quicker than another thread
+            images = decode()
+        else:
+            images = await asyncio.get_running_loop().run_in_executor(self._pool, decode)
         if len(images) > service.settings.max_queue:
             raise Refusal(413, f"A request may have at most {service.settings.max_queue} images.")
         service.metrics.observe("testtime_stage_seconds", time.perf_counter() - read, stage="decode")

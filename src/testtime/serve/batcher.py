@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from testtime.serve.engine import Engine
+from testtime.serve.engine import Both, Engine
 from testtime.serve.lease import LeaseLost
 from testtime.serve.metrics import Metrics
 from testtime.serve.refusal import Refusal
@@ -42,6 +42,7 @@ class Job:
         leased: Whether the stream's lease has to be held, if there are leases.
         answer: Set to the result.
         answers: Those of the first images.
+        undo: Undoes what was learned from them, if there are several.
         arrived: When it came.
     """
 
@@ -53,7 +54,8 @@ class Job:
     resident: bool = True
     leased: bool = True
     answer: Future[Any] = field(default_factory=Future)
-    answers: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[Both] = field(default_factory=list)
+    undo: Callable[[], None] | None = None
     arrived: float = field(default_factory=time.perf_counter)
 
 
@@ -213,16 +215,21 @@ class Batcher:
         self._last = len(jobs)
         streams = [job.stream for job in jobs if job.stream is not None]
         try:
+            for job, stream in zip(jobs, streams, strict=True):
+                if not job.answers and len(job.images) > 1:
+                    job.undo = self._engine.make_undo(stream)
             answers = self._engine.step(streams, [job.images[len(job.answers)] for job in jobs])
         except Exception as error:
             for job in jobs:
+                if job.undo is not None:  # a request is learned from whole or not at all
+                    job.undo()
                 self._fail(job, error)
             return
         ended: list[tuple[Job, dict[str, Any], bool]] = []
         for job, answer in zip(jobs, answers, strict=True):
             job.answers.append(answer)
             if len(job.answers) == len(job.images):
-                ended.append((job, *self._engine.finish(str(job.stream), job.sequence, job.answers)))
+                ended.append((job, *self._engine.finish(str(job.stream), job.sequence, job.images, job.answers)))
         due = [str(job.stream) for job, _, is_due in ended if is_due]
         writes = dict(zip(due, self._engine.residents.save(due), strict=True))
         for job, result, _ in ended:

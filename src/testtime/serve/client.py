@@ -83,6 +83,7 @@ class ImageAnswer(Class):
         confidence: The objective's confidence before adaptation.
         adapted: Whether the network learned from the image.
         rolled_back: Whether the guard undid the update.
+        alarmed: Whether it did so since the stream has collapsed or gone too far.
         sample: Number of the image in its stream.
         version: Version of the stream's network after the image.
     """
@@ -93,6 +94,7 @@ class ImageAnswer(Class):
     confidence: float
     adapted: bool
     rolled_back: bool
+    alarmed: bool = False
     sample: int = 0
     version: int = 0
 
@@ -373,6 +375,7 @@ def parse_answers(table: Any) -> Answers:
                 **{name: _number(one[name]) for name in ("loss_before", "loss_after", "confidence")},
                 adapted=one["adapted"],
                 rolled_back=one["rolled_back"],
+                alarmed=one["alarmed"],
                 sample=one.get("sample", 0),
                 version=one.get("version", 0),
             )

@@ -7,6 +7,7 @@ output "+" or "-", the length (8 bytes), and the pixels `(C, size, size)` or wha
 from __future__ import annotations
 
 import io
+import os
 import struct
 import sys
 from typing import BinaryIO
@@ -57,4 +58,7 @@ def main(channels: int, size: int, pixels: int, given: BinaryIO, made: BinaryIO)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.stdin.buffer, sys.stdout.buffer)
+    try:
+        main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.stdin.buffer, sys.stdout.buffer)
+    except BrokenPipeError:  # the service was killed
+        os._exit(0)  # without flushing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from testtime.adaptation.streams import Streams
 from testtime.networks.ynet import YNet
 from testtime.precision import Precision
 from testtime.serve.answers import make_answers, replace_answer
-from testtime.serve.collapse import find_collapse
+from testtime.serve.collapse import follow
 from testtime.serve.events import Events
 from testtime.serve.lease import Leases
 from testtime.serve.metrics import Metrics
@@ -33,6 +33,8 @@ from testtime.serve.thumbnails import make_thumbnail
 log = logging.getLogger(__name__)
 
 Answer = dict[str, Any]
+Both = tuple[Answer, Answer | None]
+"""The answer of a stream and, in shadow mode, that of the original network."""
 
 
 class Engine:
@@ -65,12 +67,14 @@ class Engine:
         self._settings, self._metrics, self._events, self._names = settings, metrics, events, net.card.classes
         group = None if settings.group is None else min(settings.group, settings.slots)
         padding: dict[str, Any] = {} if group is None else {"together": group, "padded": True}
-        self._streams = Streams(net, settings.slots, method=method, precision=precision, **padding)
+        given: dict[str, Any] = {} if precision is None else {"precision": precision}
+        followed = method if settings.on_collapse == "guard" else follow(method)
+        self._streams = Streams(net, settings.slots, method=followed, **padding, **given)
         if self._streams.holds_images and not settings.image_memory:
             raise ValueError(f"The method {method.name!r} stores recent images, which --no-image-memory forbids.")
-        self._episodic = Episodic(net, method=method, parallel=group or "auto", precision=precision)
-        mirrored = self._streams.settings.mirrored
-        self._fixed = Fixed(net, precision=precision, mirrored=mirrored) if settings.shadow else None
+        self._episodic = Episodic(net, method=method, parallel=group or "auto", **given)
+        observed = {"precision": self._streams.settings.precision, "mirrored": self._streams.settings.mirrored}
+        self._fixed = Fixed(net, **observed) if settings.shadow else None
         self.residents = Residents(self._streams, settings, metrics, events, leases)
 
     def warm_up(self, shape: tuple[int, ...]) -> None:
@@ -94,8 +98,14 @@ class Engine:
         fault = "was answered before, and its answer is no longer stored" if sequence < expected else "is out of order"
         raise Refusal(409, f"Request {sequence} {fault}: the next one is {expected}.", expected=expected)
 
-    def step(self, streams: Sequence[str], images: Sequence[Tensor]) -> list[Answer]:
+    def make_undo(self, stream: str) -> Callable[[], None]:
+        """Return a function that undoes the steps of a resident stream, as long as it stays resident."""
+        return self._streams.make_undo(self.residents.find_slot(stream))
+
+    def step(self, streams: Sequence[str], images: Sequence[Tensor]) -> list[Both]:
         """Answer one image each for resident streams, and learn from it unless the stream is frozen.
+
+        On an error nothing is learned. Nothing is counted or reported before `finish`.
 
         Args:
             streams: Different streams.
@@ -105,24 +115,18 @@ class Engine:
         slots = torch.cat([self.residents.find_slot(stream) for stream in streams])
         frozen = [self.residents.records[stream].frozen for stream in streams]
         learns = ~torch.tensor(frozen, dtype=torch.bool, device="cpu")
+        fixed = None if self._fixed is None else make_answers(self._fixed.predict(batch), self._names)
         parts: list[tuple[Tensor, Prediction]] = []
-        if learns.any():
-            parts.append((learns.nonzero(), self._streams.predict(batch[learns], streams=slots[learns])))
         if not learns.all():
             parts.append(((~learns).nonzero(), self._streams.observe(batch[~learns], slots[~learns])))
+        if learns.any():  # last, since what has failed must not have learned
+            parts.append((learns.nonzero(), self._streams.predict(batch[learns], streams=slots[learns])))
         answers: dict[int, Answer] = {}
         for rows, prediction in parts:
             answers |= dict(zip(rows.flatten().tolist(), make_answers(prediction, self._names), strict=True))
-        fixed = None if self._fixed is None else make_answers(self._fixed.predict(batch), self._names)
         self._metrics.observe("testtime_stage_seconds", time.perf_counter() - begin, stage="step")
         self._metrics.observe("testtime_batch_images", len(streams))
-        counted: list[Answer] = []
-        for row, stream in enumerate(streams):
-            counted.append(self._count(stream, answers[row], None if fixed is None else fixed[row]))
-            if self._settings.thumbnails:
-                record = self.residents.records[stream]
-                record.thumbnails.append(make_thumbnail(record.seen, images[row], answers[row]))
-        return counted
+        return [(answers[row], None if fixed is None else fixed[row]) for row in range(len(streams))]
 
     def predict_episodes(self, images: Sequence[Tensor]) -> list[Answer]:
         """Answer images, each adapted to by itself from the original network."""
@@ -130,14 +134,24 @@ class Engine:
         self._metrics.count("testtime_images_total", len(images), mode="episodic")
         return make_answers(self._episodic.predict(torch.stack(list(images)), zeros), self._names)
 
-    def finish(self, stream: str, sequence: int | None, answers: list[Answer]) -> tuple[Answer, bool]:
-        """Return the answer of a request whose images are answered, and whether the state has to be written first."""
+    def finish(
+        self, stream: str, sequence: int | None, images: Sequence[Tensor], found: Sequence[Both]
+    ) -> tuple[Answer, bool]:
+        """Count a request whose images are answered; returns its answer, and whether the state has to be written first.
+
+        Args:
+            stream: The stream, resident.
+            sequence: Number of the request, if it has one.
+            images: Its images.
+            found: For each, what `step` returned.
+        """
         record, settings = self.residents.records[stream], self._settings
+        answers = [self._count(record, image, *both) for image, both in zip(images, found, strict=True)]
         payload: Answer = {"stream": stream, "sequence": sequence, "shadow": settings.shadow, "answers": answers}
         payload |= {"version": record.version, "sample": answers[-1]["sample"], "seen": record.seen}
         if sequence is not None:
             record.remember(sequence, payload)
-        self._check_collapse(record)
+        self._check_collapse(record, any(answer["alarmed"] for answer, _ in found))
         due = record.version - record.stored_version >= settings.version_every
         return payload, due or record.unsaved > settings.checkpoint_every
 
@@ -202,14 +216,13 @@ class Engine:
         """Note a change of a resident stream, and of its network if a sample number is given; write it."""
         record = self.residents.records[stream]
         record.revision += 1
-        record.last_seen = time.time()
+        record.last_seen, record.collapsed = time.time(), False
         if sample is not None:
-            record.version, record.sample, record.rolled_back_in_row = record.version + 1, sample, 0
+            record.version, record.sample = record.version + 1, sample
         self._events.publish(event, stream=stream, version=record.version, **about)
         return self.residents.save([stream])[0]
 
-    def _count(self, stream: str, answer: Answer, fixed: Answer | None) -> Answer:
-        record = self.residents.records[stream]
+    def _count(self, record: StreamRecord, image: Tensor, answer: Answer, fixed: Answer | None) -> Answer:
         about = {"sample": record.sample}
         disagrees = None if fixed is None else fixed["class"] != answer["class"]
         record.count(answer, not record.frozen, disagrees)
@@ -221,17 +234,20 @@ class Engine:
         seen = {name: value for name, value in answer.items() if name not in ("probabilities", "before")}
         seen["before"] = {name: value for name, value in answer["before"].items() if name != "probabilities"}
         shadow = {} if fixed is None else {"fixed": fixed["class"]}
-        self._events.publish("answer", stream=stream, seen=record.seen, **about, **seen, **shadow)
+        self._events.publish("answer", stream=record.id, seen=record.seen, **about, **seen, **shadow)
+        if self._settings.thumbnails:
+            record.thumbnails.append(make_thumbnail(record.seen, image, answer))
         return (answer if fixed is None else replace_answer(answer, fixed)) | about
 
-    def _check_collapse(self, record: StreamRecord) -> None:
-        reason, action = find_collapse(record), self._settings.on_collapse
-        if reason is None:
+    def _check_collapse(self, record: StreamRecord, alarmed: bool) -> None:
+        """Act on an alarm of the guard in a request, once until a request without."""
+        before, record.collapsed = record.collapsed, alarmed
+        if not alarmed or before:
             return
-        record.collapses, record.rolled_back_in_row = record.collapses + 1, 0
+        action, record.collapses = self._settings.on_collapse, record.collapses + 1
         self._metrics.count("testtime_collapses_total", action=action)
-        self._events.publish("collapse", stream=record.id, reason=reason, action=action)
-        log.warning("stream %s has collapsed (%s): %s", record.id, reason, action)
+        self._events.publish("collapse", stream=record.id, action=action)
+        log.warning("stream %s has collapsed: %s", record.id, action)
         if action == "freeze":
             self.freeze(record.id, True)
         elif action == "reset":

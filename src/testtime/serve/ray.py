@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from starlette.types import Receive, Scope, Send
 
-from testtime.adaptation.methods import find_method
+from testtime.adaptation.methods import Method, find_method
 from testtime.evaluation.ray import check_address
+from testtime.evaluation.recommended import make_recommended
 from testtime.networks import sources
 from testtime.networks.ynet import YNet
 from testtime.precision import Precision, choose_precision
@@ -73,6 +74,14 @@ class Work:
         """
         return sources.open_network(self.source, find_method(self.method).needs_branch).to(device)
 
+    def make_method(self, net: YNet) -> Method:
+        """Return the method, with the settings that the network's card recommends.
+
+        Raises:
+            ValueError: The settings are not valid.
+        """
+        return make_recommended(find_method(self.method), net.card.settings)
+
 
 class Ingress:
     """The class that Ray Serve makes replicas of.
@@ -83,8 +92,10 @@ class Ingress:
 
     def __init__(self, work: Work) -> None:
         host = "127.0.0.1" if work.local else import_module("ray").util.get_node_ip_address()
-        method, net = find_method(work.method), work.open_network(work.device)
-        self.replica = Replica(net, method, work.settings, work.source, work.precision, host, work.secret)
+        net = work.open_network(work.device)
+        self.replica = Replica(
+            net, work.make_method(net), work.settings, work.source, work.precision, host, work.secret
+        )
         self.replica.start()
 
     def check_health(self) -> None:
@@ -170,7 +181,7 @@ def check_work(work: Work, net: YNet) -> int:
         ValueError: Network, method and settings do not go together.
     """
     trial = replace(work.settings, slots=1, group=None)
-    service = Service(net, find_method(work.method), trial, work.source, work.precision)
+    service = Service(net, work.make_method(net), trial, work.source, work.precision)
     restored = len(service.engine.residents.records)
     for file in (work.settings.state / "replicas").glob("*"):
         file.unlink()  # nobody else is here, as the service above holds the folder

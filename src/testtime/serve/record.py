@@ -17,13 +17,13 @@ _HISTORY, _STORED_HISTORY = 256, 32  # points of a resident and of a stored stre
 
 _COUNT = "an integer >= 0", lambda value: is_integer(value, 0)
 _AVERAGE = "a number or null", lambda value: value is None or is_number(value)
-_COUNTS = ("version", "sample", "seen", "adapted", "rolled_back", "rolled_back_in_row", "collapses", "sequence")
+_COUNTS = ("version", "sample", "seen", "adapted", "rolled_back", "collapses", "sequence")
 _KINDS = {
     "id": ("text", is_text),
     **dict.fromkeys((*_COUNTS, "stored_version"), _COUNT),
     **dict.fromkeys(("loss", "first_loss", "confidence", "changed", "disagreement"), _AVERAGE),
     **dict.fromkeys(("created", "last_seen"), ("a number", is_number)),
-    **dict.fromkeys(("frozen", "pinned"), ("true or false", is_flag)),
+    **dict.fromkeys(("collapsed", "frozen", "pinned"), ("true or false", is_flag)),
     "answers": ("a table", is_table),
 }
 _NOTES = 1500  # of the demo
@@ -41,8 +41,8 @@ class StreamRecord:
         seen: Number of images answered.
         adapted: Number of images that the network adapted to.
         rolled_back: Number of images whose update the guard undid.
-        rolled_back_in_row: The same, since the last update that was not undone.
         collapses: Number of collapses.
+        collapsed: Whether the guard found one in the last request.
         sequence: Number of the last numbered request.
         stored_version: The version stored last in the ring.
         loss: Moving average of the objective's loss before adaptation.
@@ -70,8 +70,8 @@ class StreamRecord:
     seen: int = 0
     adapted: int = 0
     rolled_back: int = 0
-    rolled_back_in_row: int = 0
     collapses: int = 0
+    collapsed: bool = False
     sequence: int = 0
     stored_version: int = 0
     loss: float | None = None
@@ -127,7 +127,6 @@ class StreamRecord:
             self.version += 1
             self.adapted += answer["adapted"]
             self.rolled_back += answer["rolled_back"]
-            self.rolled_back_in_row = self.rolled_back_in_row + 1 if answer["rolled_back"] else 0
         changed = answer["class"] != answer["before"]["class"]
         self.loss = _move(self.loss, answer["loss_before"])
         if self.seen <= _FIRST and answer["loss_before"] is not None:

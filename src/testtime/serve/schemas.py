@@ -27,6 +27,7 @@ class ImageAnswer(Classified):
     confidence: float | None
     adapted: bool
     rolled_back: bool = Field(description="Whether the guard undid the update.")
+    alarmed: bool = Field(description="Whether it did so since the stream has collapsed or gone too far.")
 
 
 class StreamImageAnswer(ImageAnswer):

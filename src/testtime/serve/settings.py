@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from testtime.checks import is_integer, is_number
 
-OnCollapse = Literal["report", "reset", "rollback", "freeze"]
+OnCollapse = Literal["guard", "report", "reset", "rollback", "freeze"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ServeSettings:
         rate: Maximum number of requests per second of a client; None: any.
         client_streams: Maximum number of streams that one client may create; None: any.
         shadow: Answer with the original network; the adapted ones run along.
-        on_collapse: What to do when a stream has collapsed.
+        on_collapse: What to do when a stream has collapsed, see collapse.py.
         image_memory: Whether methods whose state contains images are allowed.
         thumbnails: Whether the live page shows the last images of resident streams.
         versions: Number of former versions stored of each stream.
@@ -53,7 +53,7 @@ class ServeSettings:
     rate: float | None = None
     client_streams: int | None = None
     shadow: bool = False
-    on_collapse: OnCollapse = "report"
+    on_collapse: OnCollapse = "guard"
     image_memory: bool = True
     thumbnails: bool = False
     versions: int = 4

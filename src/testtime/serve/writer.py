@@ -20,7 +20,6 @@ from torch import Tensor
 from testtime.serve.folder import StateFolder
 from testtime.serve.lease import LeaseLost
 from testtime.serve.metrics import Metrics
-from testtime.storage import error_text
 
 log = logging.getLogger(__name__)
 
@@ -153,11 +152,10 @@ class Writer:
                 self._metrics.count("testtime_lost_leases_total")
                 log.warning("the stream %s has another owner; a state of it was not written", entry.stream)
                 fault, lost = None, True
-            except OSError as error:
-                fault = error_text(error)
             except Exception as error:  # must not end the thread, and with it all writing
-                log.exception("a state could not be written")
-                fault = error_text(error)
+                fault = (isinstance(error, OSError) and error.strerror) or type(error).__name__  # never a path
+                if self.fault is None:
+                    log.error("states cannot be written: %s", fault, exc_info=not isinstance(error, OSError))
             self._metrics.observe("testtime_stage_seconds", time.perf_counter() - begin, stage="write")
             with self._changed:
                 self._note(entry, fault)
@@ -166,8 +164,6 @@ class Writer:
         return True
 
     def _note(self, entry: Entry, fault: str | None) -> None:
-        if fault is not None and self.fault is None:
-            log.error("states cannot be written: %s", fault)
         self.fault = fault
         is_newest = self._newest.get(entry.stream) is entry
         if fault is not None:
