@@ -404,8 +404,8 @@ def test_a_network_trained_as_a_replica_of_itself_learns_the_same(
     start = resnet26(CLASSES, norm=norm, depth=8, channels=1, size=8, seed=4).state_dict()
     for name in one:
         moved = (one[name] - start[name]).abs().max()
-        # Torch 2.6 differs by up to 1.8e-3 of the way, later versions by less than 1e-3.
-        assert (one[name] - other[name]).abs().max() <= 5e-3 * moved + 1e-6, name
+        rounding = 5e-3 if torch.__version__.startswith("2.6.") else 1e-3
+        assert (one[name] - other[name]).abs().max() <= rounding * moved + 1e-6, name
 
 
 def test_progress_counts_up_to_the_end() -> None:
