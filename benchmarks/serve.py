@@ -174,7 +174,9 @@ def main() -> None:
     image = np.random.default_rng(0).random(shape, dtype=np.float32)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        with serve(arguments, f"{folder}/a", "--slots", str(max(counts))) as client:
+        with serve(
+            arguments, f"{folder}/a", "--slots", str(max(counts)), "--max-queue", str(max(counts) * max(sizes))
+        ) as client:
             for images in sizes:
                 body = encode(image, images)
                 for streams in counts:

@@ -67,6 +67,7 @@ IsDemo = Annotated[
     bool, Option("--demo", help="Serve digits whose light fades, to a frozen and to an adapting stream.")
 ]
 MaxStreams = Annotated[int, Option(min=1, help="Streams at most, resident or stored.", rich_help_panel=LIMITS)]
+MaxQueue = Annotated[int, Option(min=1, help="Waiting images at most; more are refused.", rich_help_panel=LIMITS)]
 MaxUpload = Annotated[int, Option(min=1, help="Bytes of a request at most.", rich_help_panel=LIMITS)]
 MaxWait = Annotated[
     float, Option("--max-wait-ms", min=0, help="How long a request waits to share a step.", rich_help_panel=LIMITS)
@@ -114,6 +115,7 @@ def serve(
     no_image_memory: NoImageMemory = False,
     thumbnails: Thumbnails = False,
     max_streams: MaxStreams = 10_000,
+    max_queue: MaxQueue = 1024,
     max_upload: MaxUpload = 16 << 20,
     max_wait_ms: MaxWait = 2.0,
     rate: Rate = None,
@@ -162,7 +164,13 @@ def serve(
         raise typer.BadParameter("the demo runs in one process.", param_hint="--ray")
     given: dict[str, Any] = {"slots": slots, "group": group, "checkpoint_every": checkpoint_every, "ttl": ttl}
     given |= {"shadow": shadow, "on_collapse": on_collapse, "image_memory": not no_image_memory}
-    given |= {"max_streams": max_streams, "max_upload": max_upload, "max_wait_ms": max_wait_ms, "rate": rate}
+    given |= {
+        "max_streams": max_streams,
+        "max_queue": max_queue,
+        "max_upload": max_upload,
+        "max_wait_ms": max_wait_ms,
+        "rate": rate,
+    }
     given |= {"client_streams": client_streams, "host": host, "port": port, "thumbnails": thumbnails or demo}
     with contextlib.ExitStack() as stack:
         folder = state or _choose_folder(stack, demo)
