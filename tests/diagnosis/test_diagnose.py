@@ -384,7 +384,7 @@ def test_the_command_gives_json_and_a_page(tmp_path: Path, capsys: pytest.Captur
     page = (tmp_path / "out" / "index.html").read_text()
     for entry in document["diagnoses"]:
         assert entry["verdict"]["headline"] in page
-    assert page.count("<svg") == 3  # the sets beside each other, and the layers of each
+    assert page.count("<svg") == 4  # the losses, the sets beside each other, and the layers of each
     assert not re.search(r'(src|href)="(?!#)', page)  # nothing is fetched
 
 

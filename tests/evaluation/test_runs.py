@@ -778,7 +778,7 @@ def test_the_preset_best_is_a_usual_method_that_is_run_where_it_is_asked_for(tmp
         ({"data": None}, "No test sets"),
         ({"data": ["nonsense"]}, "matches no data set"),
         ({"data": ["folder"]}, "Pass the image folder"),
-        ({"methods": "fixed,magic"}, "No method is called 'magic'; available: plain, fixed, episodic, online, best"),
+        ({"methods": "fixed,magic"}, "No method is called 'magic'; available: plain, fixed, episodic, online, auto"),
         ({"methods": "plain"}, "pass --baseline"),
         ({"checkpoint": None}, "pass --checkpoint"),
         ({"levels": "0-3"}, "`levels` must be 1 to 5"),

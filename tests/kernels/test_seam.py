@@ -23,6 +23,7 @@ MAY_ASK = {
     "doctor.py": {"cuda"},  # names the device
     "precision.py": {"cuda"},  # sets what torch computes with
     "provenance.py": {"cuda"},  # names the device
+    "serve/ray.py": {"cuda"},  # asks Ray for GPUs
     "training/processes.py": {"cuda"},  # gives each process a device
 }
 

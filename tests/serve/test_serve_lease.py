@@ -139,6 +139,7 @@ WRITER = """
         except LeaseLost:
             print("refused", flush=True)
             break
+        time.sleep(0.05)  # outside of the lock, most of the time
 """
 
 
