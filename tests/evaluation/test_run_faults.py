@@ -104,9 +104,11 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def command(checkpoint: str, out: Path) -> list[str]:
+def command(checkpoint: str, out: Path, seeds: int) -> list[str]:
+    """A run of 16 units a seed."""
     arguments = ["eval", "-c", checkpoint, "--data", "digits-c", "--levels", "5", "--limit", "40", "--methods", "fixed"]
-    return [*arguments, "--seed", "0", "--seed", "1", "--seed", "2", "--shuffle", "--device", "cpu", "--out", str(out)]
+    arguments += [text for seed in range(seeds) for text in ("--seed", str(seed))]
+    return [*arguments, "--shuffle", "--device", "cpu", "--out", str(out)]
 
 
 def wait_for_units(out: Path, count: int, process: subprocess.Popen[str]) -> None:
@@ -155,9 +157,9 @@ def test_a_run_killed_many_times_ends_as_an_undisturbed_one(checkpoint: str, tmp
 def test_the_command_killed_and_then_interrupted(checkpoint: str, tmp_path: Path, kills: int) -> None:
     chance = random.Random(5)
     out = tmp_path / "killed"
-    finished = 0
+    finished, seeds = 0, 2 + 2 * kills  # enough that some are left for the interrupt
     for kill in range(kills + 1):
-        process = start(sys.executable, "-m", "testtime", *command(checkpoint, out))
+        process = start(sys.executable, "-m", "testtime", *command(checkpoint, out, seeds))
         wait_for_units(out, finished + chance.randrange(1, 3), process)
         time.sleep(chance.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL if kill < kills else signal.SIGINT)
@@ -167,11 +169,11 @@ def test_the_command_killed_and_then_interrupted(checkpoint: str, tmp_path: Path
             assert err.splitlines()[-1].startswith("stopped; run ")
         run = open_run(out)
         assert not run.damaged
-        assert finished < len(run.units) < 48
+        assert finished < len(run.units) < 16 * seeds
         finished = len(run.units)
-    assert cli.run(command(checkpoint, out)) == 0
-    assert cli.run(command(checkpoint, tmp_path / "undisturbed")) == 0
-    assert len(all_columns(out)) == 48
+    assert cli.run(command(checkpoint, out, seeds)) == 0
+    assert cli.run(command(checkpoint, tmp_path / "undisturbed", seeds)) == 0
+    assert len(all_columns(out)) == 16 * seeds
     assert all_columns(out) == all_columns(tmp_path / "undisturbed")
     assert not leftovers(out)
 
