@@ -26,7 +26,7 @@ tables: $(INSTALLED) ## make the tables and figures of README.md and docs/ again
 	$(BIN)/python docs/generate
 
 bench: $(INSTALLED) ## the quick form of every benchmark
-	for script in benchmarks/*.py; do $(BIN)/python $$script --quick || exit 1; done
+	for script in $$(grep -l -- --quick benchmarks/*.py); do $(BIN)/python $$script --quick || exit 1; done
 
 release: ## build sdist and wheel, check them on the lowest and the newest versions and on every Python; uploads nothing
 	$(PYTHON) tools/release.py

@@ -35,7 +35,7 @@ import torch
 
 import testtime as tt
 from testtime.adaptation.methods import Method, find_method
-from testtime.evaluation.recommended import recommend
+from testtime.evaluation.recommended import make_recommended
 from testtime.provenance import describe_machine
 
 Row = dict[str, Any]
@@ -168,7 +168,7 @@ def main() -> None:
     seconds = arguments.seconds or (2.0 if arguments.quick else 10.0)
     sizes = arguments.images or ([1] if arguments.quick else [1, 16])
     net = tt.load(arguments.network).to(arguments.device)
-    method = recommend(find_method(arguments.method), net.card.settings)
+    method = make_recommended(find_method(arguments.method), net.card.settings)
     assert net.card.size is not None
     shape = (net.channels or 3, net.card.size, net.card.size)
     image = np.random.default_rng(0).random(shape, dtype=np.float32)
