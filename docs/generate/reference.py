@@ -44,7 +44,7 @@ def _direct(name: str) -> str:
         return f".. auto{'exception' if issubclass(value, Exception) else 'class'}:: testtime.{name}"
     if callable(value):
         return f".. autofunction:: testtime.{name}"
-    from sphinx.pycode import ModuleAnalyzer  # the tests read this module without Sphinx
+    from sphinx.pycode import ModuleAnalyzer  # pyright: ignore[reportMissingImports]  # tests read this without Sphinx
 
     about = ModuleAnalyzer.for_module(f"testtime.{_MODULE_OF[name]}").find_attr_docs()["", name]
     return "\n   ".join([f".. py:data:: testtime.{name}\n", *about])
