@@ -23,7 +23,7 @@ import torch
 import testtime as tt
 from testtime.data.corrupted import Corrupted
 from testtime.diagnosis.measure import diagnose, find_reference
-from testtime.diagnosis.verdict import Reference
+from testtime.diagnosis.result import Reference
 from testtime.provenance import describe_machine
 
 NETWORK = "digits-resnet8-gn-joint"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from testtime.augment import CropFlip, ResizedCropFlip
     from testtime.diagnosis.correlation import Correlation, gradient_correlation
     from testtime.diagnosis.measure import diagnose, find_reference
-    from testtime.diagnosis.verdict import Diagnosis
+    from testtime.diagnosis.result import Diagnosis
     from testtime.evaluation.recommended import recommend
     from testtime.evaluation.records import Flips, Record, error, evaluate, flips, running_error
     from testtime.networks.card import Card, CheckpointError
@@ -67,7 +67,7 @@ _NAMES = {
     "augment": ("CropFlip", "ResizedCropFlip"),
     "diagnosis.correlation": ("Correlation", "gradient_correlation"),
     "diagnosis.measure": ("diagnose", "find_reference"),
-    "diagnosis.verdict": ("Diagnosis",),
+    "diagnosis.result": ("Diagnosis",),
     "evaluation.recommended": ("recommend",),
     "evaluation.records": ("Flips", "Record", "error", "evaluate", "flips", "running_error"),
     "networks.card": ("Card", "CheckpointError"),

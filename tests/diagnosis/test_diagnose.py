@@ -23,7 +23,7 @@ from testtime.cli.diagnose import diagnose as command
 from testtime.data.corrupted import Corrupted
 from testtime.data.sets import TensorSet, TestSet
 from testtime.diagnosis.measure import Diagnosis, diagnose, diagnose_all, find_hints, find_reference, measure_reference
-from testtime.diagnosis.verdict import Estimate, Reference, format_diagnosis
+from testtime.diagnosis.result import Estimate, Reference, format_diagnosis
 from testtime.report.diagnosis import DiagnosisError, as_sections, read_diagnoses, render_page, write_page
 from testtime.storage import FileError
 

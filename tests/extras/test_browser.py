@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,12 @@ from testtime.evaluation import make_plan, run_plan
 
 sync_api = pytest.importorskip("playwright.sync_api")
 
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
-FLAGS += ("--disable-component-update", "--disable-sync")
 WIDE = """[...document.querySelectorAll("main > *, main section > *")]
     .filter(part => part.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
     .map(part => part.outerHTML.slice(0, 80))"""
 VALUES = "table => [...table.tBodies[0].rows].map(row => Number(row.cells[2].dataset.value))"
 DIGITS = "digits-resnet8-gn-joint"
 HOSTILE = "<img src=x onerror=document.title='owned'>\"'</script><b>"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("needs chromium")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +13,11 @@ from testtime.serve import demo
 
 sync_api = pytest.importorskip("playwright.sync_api")
 
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
-FLAGS += ("--disable-component-update", "--disable-sync")
 HOSTILE = "<img src=x onerror=document.title='owned'>\"'</script><b>"
 WIDE = """[...document.querySelectorAll("main *, header *")]
     .filter(part => part.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
     .filter(part => !part.closest("thead, svg"))
     .map(part => part.outerHTML.slice(0, 80))"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("needs chromium")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
-        yield started
-        started.close()
 
 
 def open_page(browser: Any, url: Any, **given: Any) -> tuple[Any, list[str]]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import html
 import re
-import shutil
 import subprocess
 import sys
 import urllib.parse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from testtime.cli.commands import app
 sync_api = pytest.importorskip("playwright.sync_api")
 
 ROOT = Path(__file__).parents[2]
-FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -32,17 +29,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = ("-m", "sphinx", "--fail-on-warning", "--quiet", "-d", folder / "doctrees", "docs", folder / "html")
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
     return folder / "html"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("needs chromium")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
-        yield started
-        started.close()
 
 
 def test_every_public_name_and_command_has_an_anchor(site: Path) -> None:

@@ -25,7 +25,7 @@ from testtime.cli import (
     train,
     tune,
 )
-from testtime.cli.flags import Command, Group
+from testtime.cli.flags import Command, Group, RayCommand
 
 app = typer.Typer(
     name="testtime",
@@ -38,12 +38,12 @@ app = typer.Typer(
 )
 for command in (train.train, predict.predict, info.info, methods.methods):
     app.command(cls=Command)(command)
-app.command("eval", cls=eval.RayCommand)(eval.evaluate)
+app.command("eval", cls=RayCommand)(eval.evaluate)
 app.command(cls=Command)(tune.tune)
 app.command("fit-branch", cls=Command)(fit_branch.fit_branch)
 for command in (report.report, diagnose.diagnose, gradients.gradients, correlate.correlate, corrupt.corrupt, demo.demo):
     app.command(cls=Command)(command)
-app.command(cls=eval.RayCommand)(serve.serve)
+app.command(cls=RayCommand)(serve.serve)
 for command in (serve.send, pack.pack, pack.unpack, doctor.doctor):
     app.command(cls=Command)(command)
 app.add_typer(data.app, name="data")

@@ -81,7 +81,7 @@ def diagnose(
     from testtime.data import DataError
     from testtime.diagnosis import name_sets, open_for
     from testtime.diagnosis.measure import diagnose_all, find_reference
-    from testtime.diagnosis.verdict import format_diagnosis
+    from testtime.diagnosis.result import format_diagnosis
     from testtime.provenance import describe_machine
 
     if out is not None:

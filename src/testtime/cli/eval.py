@@ -9,7 +9,6 @@ import typer
 from typer import Option
 
 from testtime.cli.console import as_bad_arguments, echo, format_command, name_folder, pick_device, progress
-from testtime.cli.flags import Command
 from testtime.cli.options import MACHINE, METHOD, MODELS, Classes, DataRoot, Device, Limit, OnBadImage, Weights
 
 _PROTOCOL = "Protocol"
@@ -151,18 +150,6 @@ Ray = Annotated[
         rich_help_panel=MACHINE,
     ),
 ]
-
-
-class RayCommand(Command):
-    """A command whose `--ray` takes an optional value, "local" by default."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        whole: list[str] = []
-        for index, word in enumerate(args):
-            whole.append(word)
-            if word == "--ray" and (index + 1 == len(args) or args[index + 1].startswith("-")):
-                whole.append("local")
-        return super().parse_args(ctx, whole)
 
 
 def evaluate(

@@ -177,19 +177,11 @@ def serve(
         with as_bad_arguments(FileError):
             settings = ServeSettings(folder, token=_read_token(token_file), **given)
             chosen = find_method(method)
+        opened = serve_demo.NETWORK if demo else checkpoint, weights, classes, chosen.needs_branch
         if ray is not None:
-            from testtime.serve import ray as cluster
-
-            source, net = open_network(checkpoint, weights, classes, chosen.needs_branch, "cpu")
-            work = cluster.Work(cluster.resolve_source(source), method, settings, device, precision)
-            with as_bad_arguments(FileError):
-                whole = cluster.run(work, net, ray, replicas, lambda line: echo(line, err=True))
-            _exit_unless(whole)
-            return
-        picked = pick_device(device)
-        name, net = open_network(
-            serve_demo.NETWORK if demo else checkpoint, weights, classes, chosen.needs_branch, picked
-        )
+            source, net = open_network(*opened, "cpu")
+            return _serve_on_ray(source, net, method, settings, device, precision, ray, replicas)
+        name, net = open_network(*opened, pick_device(device))
         with as_bad_arguments(FileError):
             chosen = serve_demo.make_method() if demo else make_recommended(chosen, net.card.settings)
         listening = stack.enter_context(server.listen(host, port))
@@ -203,6 +195,24 @@ def serve(
             stack.enter_context(serve_demo.Demo(service, url))
             echo(f"open {url} in a browser and watch for a minute; Ctrl-C ends the demo", err=True)
         _exit_unless(server.run(service, listening))
+
+
+def _serve_on_ray(
+    source: str,
+    net: Any,
+    method: str,
+    settings: Any,
+    device: str,
+    precision: Any,
+    address: str,
+    replicas: int,
+) -> None:
+    from testtime.serve import ray as cluster
+    from testtime.storage import FileError
+
+    work = cluster.Work(cluster.resolve_source(source), method, settings, device, precision)
+    with as_bad_arguments(FileError):
+        _exit_unless(cluster.run(work, net, address, replicas, lambda line: echo(line, err=True)))
 
 
 def _exit_unless(whole: bool) -> None:

@@ -1,7 +1,8 @@
 """When does Test-Time Training help? (paper, sections 3 and 4)
 
 measure.py         `diagnose`: measures a network on unlabelled images
-verdict.py         the verdict on those measurements, in words
+result.py          what was measured, as a record and in words
+verdict.py         the verdict on it
 gradients.py       inner products of per-image gradients; batch_gradients.py: of a batch's
 correlation.py     `gradient_correlation`: agreement of the two tasks' gradients on a test set
 gradient_study.py  gradient correlation on many sets, stored in one file

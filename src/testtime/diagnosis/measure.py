@@ -40,7 +40,8 @@ from testtime.diagnosis.batch_gradients import BALANCE, STAND_IN, BatchGradients
 from testtime.diagnosis.correlation import Agreement, find_labels, summarise
 from testtime.diagnosis.gradient_study import open_for
 from testtime.diagnosis.gradients import Products, freeze
-from testtime.diagnosis.verdict import Diagnosis, Estimate, Hints, Reference, Trial, Verdict, judge
+from testtime.diagnosis.result import Diagnosis, Estimate, Hints, Reference, Trial, Verdict
+from testtime.diagnosis.verdict import judge
 from testtime.evaluation.records import stream_order
 from testtime.networks.task_loss import find_entry, find_guessing, read_task_loss
 from testtime.networks.ynet import YNet

@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 from testtime.serve.refusal import Refusal
 
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+STREAM_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+"""A pattern of the names of streams."""
+
 _CLIENTS = 10_000  # remembered at once
 
 
@@ -21,7 +23,7 @@ def check_stream_id(name: str) -> str:
     Raises:
         Refusal: It is not.
     """
-    if not _ID.fullmatch(name):
+    if not re.fullmatch(STREAM_ID, name):
         allowed = "1 to 64 letters, digits, dots, dashes and underscores, the first a letter or digit"
         raise Refusal(422, f"A stream's name must be {allowed}.")
     return name

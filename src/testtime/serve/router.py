@@ -16,12 +16,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from testtime.serve.batcher import Job
 from testtime.serve.bodies import read_body
 from testtime.serve.lease import Lease, LeaseLost
+from testtime.serve.limits import STREAM_ID
 from testtime.serve.middleware import is_forwarded, name_client
 from testtime.serve.peers import MOVED, Call, Peers, Reply
 from testtime.serve.refusal import Refusal
 from testtime.serve.service import Service
 
-_STREAM = re.compile(r"/v1/streams/([A-Za-z0-9][A-Za-z0-9._-]{0,63})(/[a-z]+)?")
+_STREAM = re.compile(f"/v1/streams/({STREAM_ID})(/[a-z]+)?")
 _LONGER = 5.0  # seconds to wait for a stream, beyond those after which its owner is taken to be lost
 _PAUSE = 0.05  # seconds between attempts
 _LOOK = 0.5  # seconds between looks at whether the owner lives
