@@ -5,11 +5,12 @@
     python benchmarks/serve.py --device cuda --network cifar10-resnet26-gn-joint --out results/serve-h200.json
 
 The service runs as a process of its own, the load comes from this one over loopback: one connection a stream, the next
-request as soon as the last is answered. Latency is from the first byte of a request to the last of its answer. The bare
-rate is that of `Streams.predict` with as many streams, in this process, without a service; both use the settings that
-the network's card recommends. Load generator and service share the machine's cores. Memory of a resident stream is the
-size of its tensors, of a stored one that of its file. Eviction, reload and write are means, with four times as many
-streams as slots; an eviction hands the state to a thread that writes it.
+request as soon as the last is answered; with `ahead` 2, two connections, so that the next request already waits.
+Latency is from the first byte of a request to the last of its answer. The bare rate is that of `Streams.predict` with
+as many streams, in this process, without a service; both use the settings that the network's card recommends. Images
+are arrays of bytes. Load generator and service share the machine's cores. Memory of a resident stream is the size of
+its tensors, of a stored one that of its file. Eviction, reload and write are means, with four times as many streams as
+slots; an eviction hands the state to a thread that writes it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -45,6 +47,7 @@ Row = dict[str, Any]
 def serve(arguments: argparse.Namespace, folder: str, *more: str) -> Iterator[tt.Client]:
     """A service in a process of its own."""
     given = ["-c", arguments.network, "--method", arguments.method, "--device", arguments.device, "--port", "0"]
+    given += ["--checkpoint-every", str(arguments.checkpoint_every)]
     command = [sys.executable, "-m", "testtime", "serve", *given, "--state", folder, *more]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -77,13 +80,21 @@ def encode(image: np.ndarray, images: int) -> bytes:
     return file.getvalue()
 
 
-async def send_all(client: tt.Client, body: bytes, streams: int, seconds: float, prefix: str) -> list[float]:
-    """Let each stream send one request after another, at least one; returns the latencies of all, in seconds."""
+async def send_all(
+    client: tt.Client, body: bytes, streams: int, seconds: float, prefix: str, ahead: int = 1
+) -> tuple[list[float], int]:
+    """Let each stream send one request after another, at least one.
+
+    Returns:
+        The latencies of all, in seconds, and how many were answered in time.
+    """
     host, port = client.url.removeprefix("http://").split(":")
     latencies: list[float] = []
+    in_time = 0
     end = time.perf_counter() + seconds
 
     async def work(name: str) -> None:
+        nonlocal in_time
         reader, writer = await asyncio.open_connection(host, int(port))
         head = f"POST /v1/streams/{name}/predict HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/x-npy\r\n"
         request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -98,21 +109,20 @@ async def send_all(client: tt.Client, body: bytes, streams: int, seconds: float,
             latencies.append(time.perf_counter() - begin)
             if time.perf_counter() > end:
                 break
+            in_time += 1
         writer.close()
         await writer.wait_closed()
 
-    await asyncio.gather(*(work(f"{prefix}-{number}") for number in range(streams)))
-    return latencies
+    await asyncio.gather(*(work(f"{prefix}-{number % streams}") for number in range(streams * ahead)))
+    return latencies, in_time
 
 
-def measure_service(client: tt.Client, body: bytes, streams: int, images: int, seconds: float) -> Row:
+def measure_service(client: tt.Client, body: bytes, streams: int, images: int, seconds: float, ahead: int) -> Row:
     asyncio.run(send_all(client, body, streams, seconds / 10, f"n{streams}"))  # creates the streams, and warms up
-    begin = time.perf_counter()
-    latencies = asyncio.run(send_all(client, body, streams, seconds, f"n{streams}"))
-    spent = time.perf_counter() - begin
+    latencies, in_time = asyncio.run(send_all(client, body, streams, seconds, f"n{streams}", ahead))
     percentiles = dict(zip(("p50_ms", "p95_ms", "p99_ms"), np.percentile(latencies, [50, 95, 99]) * 1000, strict=True))
-    row: Row = {"streams": streams, "images": images, "requests": len(latencies)}
-    row |= {"requests_per_s": len(latencies) / spent, "images_per_s": images * len(latencies) / spent}
+    row: Row = {"streams": streams, "images": images, "ahead": ahead, "requests": len(latencies)}
+    row |= {"requests_per_s": in_time / seconds, "images_per_s": images * in_time / seconds}
     return row | {name: float(value) for name, value in percentiles.items()}
 
 
@@ -161,6 +171,8 @@ def main() -> None:
     parser.add_argument("--method", default="ttt")
     parser.add_argument("--streams", type=int, nargs="+", default=None, help="default: 1 16 64 256")
     parser.add_argument("--images", type=int, nargs="+", default=None, help="of a request; default: 1 16, quick 1")
+    parser.add_argument("--ahead", type=int, nargs="+", default=[1, 2], help="requests of a stream at once")
+    parser.add_argument("--checkpoint-every", type=int, default=16, help="see `testtime serve --help`")
     parser.add_argument("--seconds", type=float, default=None, help="of each row; default: 10, quick 2")
     parser.add_argument("--out", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
@@ -171,16 +183,15 @@ def main() -> None:
     method = make_recommended(find_method(arguments.method), net.card.settings)
     assert net.card.size is not None
     shape = (net.channels or 3, net.card.size, net.card.size)
-    image = np.random.default_rng(0).random(shape, dtype=np.float32)
+    image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        with serve(
-            arguments, f"{folder}/a", "--slots", str(max(counts)), "--max-queue", str(max(counts) * max(sizes))
-        ) as client:
-            for images in sizes:
+        room = ["--slots", str(max(counts)), "--max-queue", str(max(counts) * max(sizes) * max(arguments.ahead))]
+        with serve(arguments, f"{folder}/a", *room) as client:
+            for images, ahead in itertools.product(sizes, arguments.ahead):
                 body = encode(image, images)
                 for streams in counts:
-                    rows.append(measure_service(client, body, streams, images, seconds))
+                    rows.append(measure_service(client, body, streams, images, seconds, ahead))
                     print(json.dumps({name: _round(value) for name, value in rows[-1].items()}), flush=True)
         bare = {streams: measure_bare(net, method, streams, seconds, image) for streams in counts}
         for row in rows:
@@ -195,6 +206,7 @@ def main() -> None:
         machine = describe_machine(torch.device(arguments.device))
         about = {"command": shlex.join(["python", *sys.argv]), "machine": machine}
         about |= {"cores": os.cpu_count(), "network": arguments.network, "method": arguments.method}
+        about["checkpoint_every"] = arguments.checkpoint_every
         content = {**about, "seconds": seconds, "rows": rows, "memory": memory, "evictions": evictions}
         arguments.out.write_text(json.dumps(content, indent=1) + "\n")
 

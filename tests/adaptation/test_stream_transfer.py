@@ -75,16 +75,16 @@ def test_a_state_without_learning_resets_the_row() -> None:
 @pytest.mark.parametrize("given", [{"method": "ttt", "optimizer": MOMENTUM}, {"method": "rotta"}], ids=str)
 @pytest.mark.parametrize("calls", [0, 2])
 def test_what_is_undone_was_never_learned(given: dict[str, Any], calls: int) -> None:
-    """Streams 1 and 3 go back; 0 and 2 stay, also if they have learned in between."""
+    """Streams 1 and 3 go back; 0 and 2 stay, also if they have learned in between and could go back, too."""
     streams, untouched = make(**given), make(**given)
     for one in (streams, untouched):
         for call in range(calls):
             of(one, pictures(2, seed=call), 0, 1)
-    undo = streams.make_undo(torch.tensor([1, 3]))
+    undo = streams.make_undo(torch.tensor([1, 2, 3]))
     for call in range(3, 5):
         of(streams, pictures(3, seed=call), 1, 2, 3)
         of(untouched, pictures(3, seed=call)[1:2], 2)
-    undo()
+    undo(torch.tensor([3, 1]))
     numbers = torch.stack([one._numbers for one in (streams, untouched)])
     assert torch.equal(numbers[0], numbers[1])
     expected = of(untouched, pictures(4, seed=9), 0, 1, 2, 3)

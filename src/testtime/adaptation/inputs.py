@@ -50,5 +50,6 @@ def check_streams(streams: Tensor, images: int, count: int) -> None:
     """
     if streams.shape != (images,) or streams.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"`streams` must be {images} integers, got {streams.dtype} {tuple(streams.shape)}.")
-    if len(streams.unique()) < images or (streams < 0).any() or (streams >= count).any():
-        raise ValueError(f"`streams` must be different numbers from 0 to {count - 1}, got {streams.tolist()}.")
+    numbers = streams.tolist()
+    if len(set(numbers)) < images or min(numbers, default=0) < 0 or max(numbers, default=0) >= count:
+        raise ValueError(f"`streams` must be different numbers from 0 to {count - 1}, got {numbers}.")

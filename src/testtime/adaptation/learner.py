@@ -35,6 +35,10 @@ class Snapshot(NamedTuple):
     pieces: list[Tensor]
     memory: Any
 
+    def take(self, rows: Tensor) -> Snapshot:
+        """Return a copy of some rows, int `(M,)`."""
+        return Snapshot([piece[rows] for piece in self.pieces], {key: one[rows] for key, one in self.memory.items()})
+
 
 class Learner:
     """S replicas with their objective, optimizer and settings; the method itself is in method.py.

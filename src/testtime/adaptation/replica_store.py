@@ -173,7 +173,7 @@ class ReplicaStore:
     def copy_rows(self, rows: Tensor) -> Snapshot:
         """Return a copy of the given replicas, int `(M,)`, for `put_rows`."""
         self._unload()
-        return Snapshot([piece[rows] for piece in self._pieces], {key: one[rows] for key, one in self._memory.items()})
+        return Snapshot(self._pieces, self._memory).take(rows)
 
     def put_rows(self, rows: Tensor, snapshot: Snapshot) -> None:
         """Replace the given replicas, int `(M,)`, by others of the same network and settings."""

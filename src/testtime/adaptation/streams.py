@@ -169,11 +169,11 @@ class Streams(Adapter):
                 self.reset(streams)
             self._numbers = self._numbers.index_copy(0, chosen, numbers)
 
-    def make_undo(self, streams: Tensor) -> Callable[[], None]:
+    def make_undo(self, streams: Tensor) -> Callable[[Tensor], None]:
         """Return a function that returns some streams to their present state, bit for bit, and leaves the others alone.
 
         Args:
-            streams: Int `(M,)`, without duplicates.
+            streams: Int `(M,)`, without duplicates. The function takes those of them to return, likewise.
 
         Raises:
             ValueError: There are no such streams.
@@ -181,15 +181,16 @@ class Streams(Adapter):
         check_streams(streams, len(streams), self.count)
         with self._lock, torch.inference_mode(False), torch.no_grad():
             chosen, store = streams.to(self.device, copy=True), self._learned
-            numbers, rows = self._numbers[chosen], store.copy_rows(chosen) if isinstance(store, ReplicaStore) else None
+            numbers, saved = self._numbers[chosen], store.copy_rows(chosen) if isinstance(store, ReplicaStore) else None
 
-        def undo() -> None:
+        def undo(wanted: Tensor) -> None:
             with self._lock, torch.inference_mode(False), torch.no_grad():
-                if rows is None:
-                    self.reset(chosen)
+                rows = (chosen[None] == wanted.to(self.device)[:, None]).nonzero()[:, 1]  # of what was saved
+                if saved is None:
+                    self.reset(chosen[rows])
                 elif isinstance(self._learned, ReplicaStore):
-                    self._learned.put_rows(chosen, rows)
-                self._numbers = self._numbers.index_copy(0, chosen, numbers)
+                    self._learned.put_rows(chosen[rows], saved.take(rows))
+                self._numbers = self._numbers.index_copy(0, chosen[rows], numbers[rows])
 
         return undo
 

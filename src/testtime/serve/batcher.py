@@ -42,7 +42,7 @@ class Job:
         leased: Whether the stream's lease has to be held, if there are leases.
         answer: Set to the result.
         answers: Those of the first images.
-        undo: Undoes what was learned from them, if there are several.
+        undo: Undoes what a stream has learned since the first one, if there are several.
         arrived: When it came.
     """
 
@@ -55,7 +55,7 @@ class Job:
     leased: bool = True
     answer: Future[Any] = field(default_factory=Future)
     answers: list[Both] = field(default_factory=list)
-    undo: Callable[[], None] | None = None
+    undo: Callable[[str], None] | None = None
     arrived: float = field(default_factory=time.perf_counter)
 
 
@@ -215,25 +215,27 @@ class Batcher:
         self._last = len(jobs)
         streams = [job.stream for job in jobs if job.stream is not None]
         try:
-            for job, stream in zip(jobs, streams, strict=True):
-                if not job.answers and len(job.images) > 1:
-                    job.undo = self._engine.make_undo(stream)
+            begun = [job for job in jobs if not job.answers and len(job.images) > 1]
+            if begun:
+                undo = self._engine.make_undo([str(job.stream) for job in begun])
+                for job in begun:
+                    job.undo = undo
             answers = self._engine.step(streams, [job.images[len(job.answers)] for job in jobs])
         except Exception as error:
             for job in jobs:
                 if job.undo is not None:  # a request is learned from whole or not at all
-                    job.undo()
+                    job.undo(str(job.stream))
                 self._fail(job, error)
             return
-        ended: list[tuple[Job, dict[str, Any], bool]] = []
+        ended: list[tuple[Job, dict[str, Any], bool | None]] = []
         for job, answer in zip(jobs, answers, strict=True):
             job.answers.append(answer)
             if len(job.answers) == len(job.images):
                 ended.append((job, *self._engine.finish(str(job.stream), job.sequence, job.images, job.answers)))
-        due = [str(job.stream) for job, _, is_due in ended if is_due]
+        due = [str(job.stream) for job, _, first in ended if first is not None]
         writes = dict(zip(due, self._engine.residents.save(due), strict=True))
-        for job, result, _ in ended:
-            self._finish(job, result, writes.get(str(job.stream)))
+        for job, result, first in ended:
+            self._finish(job, result, writes[str(job.stream)] if first else None)
 
     def _step_episodes(self) -> None:
         jobs: list[Job] = []

@@ -98,9 +98,10 @@ class Engine:
         fault = "was answered before, and its answer is no longer stored" if sequence < expected else "is out of order"
         raise Refusal(409, f"Request {sequence} {fault}: the next one is {expected}.", expected=expected)
 
-    def make_undo(self, stream: str) -> Callable[[], None]:
-        """Return a function that undoes the steps of a resident stream, as long as it stays resident."""
-        return self._streams.make_undo(self.residents.find_slot(stream))
+    def make_undo(self, streams: Sequence[str]) -> Callable[[str], None]:
+        """Return a function that undoes the steps of one of these resident streams, as long as it stays resident."""
+        undo = self._streams.make_undo(self.residents.find_slots(streams))
+        return lambda stream: undo(self.residents.find_slots([stream]))
 
     def step(self, streams: Sequence[str], images: Sequence[Tensor]) -> list[Both]:
         """Answer one image each for resident streams, and learn from it unless the stream is frozen.
@@ -112,18 +113,19 @@ class Engine:
             images: Float in [0, 1], `(C, H, W)` each.
         """
         begin, batch = time.perf_counter(), torch.stack(list(images))
-        slots = torch.cat([self.residents.find_slot(stream) for stream in streams])
-        frozen = [self.residents.records[stream].frozen for stream in streams]
-        learns = ~torch.tensor(frozen, dtype=torch.bool, device="cpu")
+        slots = self.residents.find_slots(streams)
+        frozen = [row for row, stream in enumerate(streams) if self.residents.records[stream].frozen]
+        learning = [row for row in range(len(streams)) if row not in frozen]
         fixed = None if self._fixed is None else make_answers(self._fixed.predict(batch), self._names)
-        parts: list[tuple[Tensor, Prediction]] = []
-        if not learns.all():
-            parts.append(((~learns).nonzero(), self._streams.observe(batch[~learns], slots[~learns])))
-        if learns.any():  # last, since what has failed must not have learned
-            parts.append((learns.nonzero(), self._streams.predict(batch[learns], streams=slots[learns])))
+        parts: list[tuple[list[int], Prediction]] = []
+        if frozen:
+            parts.append((frozen, self._streams.observe(batch[frozen], slots[frozen])))
+        if learning:  # last, since what has failed must not have learned
+            given = (batch[learning], slots[learning]) if frozen else (batch, slots)
+            parts.append((learning, self._streams.predict(given[0], streams=given[1])))
         answers: dict[int, Answer] = {}
         for rows, prediction in parts:
-            answers |= dict(zip(rows.flatten().tolist(), make_answers(prediction, self._names), strict=True))
+            answers |= dict(zip(rows, make_answers(prediction, self._names), strict=True))
         self._metrics.observe("testtime_stage_seconds", time.perf_counter() - begin, stage="step")
         self._metrics.observe("testtime_batch_images", len(streams))
         return [(answers[row], None if fixed is None else fixed[row]) for row in range(len(streams))]
@@ -136,8 +138,10 @@ class Engine:
 
     def finish(
         self, stream: str, sequence: int | None, images: Sequence[Tensor], found: Sequence[Both]
-    ) -> tuple[Answer, bool]:
-        """Count a request whose images are answered; returns its answer, and whether the state has to be written first.
+    ) -> tuple[Answer, bool | None]:
+        """Count a request whose images are answered; returns its answer, and whether the state has to be written.
+
+        `None` if not, True if it has to be written before the request is answered.
 
         Args:
             stream: The stream, resident.
@@ -152,13 +156,14 @@ class Engine:
         if sequence is not None:
             record.remember(sequence, payload)
         self._check_collapse(record, any(answer["alarmed"] for answer, _ in found))
-        due = record.version - record.stored_version >= settings.version_every
-        return payload, due or record.unsaved > settings.checkpoint_every
+        if record.unsaved > settings.checkpoint_every:
+            return payload, True
+        return payload, False if record.version - record.stored_version >= settings.version_every else None
 
     def reset(self, stream: str) -> Future[bool]:
         """Return a resident stream to the original network; its state remains as a version."""
         self.residents.save([stream], store=True)
-        self._streams.reset(self.residents.find_slot(stream))
+        self._streams.reset(self.residents.find_slots([stream]))
         return self._change(stream, "reset", sample=0)
 
     def roll_back(self, stream: str, version: int | None = None) -> tuple[int, Future[bool]]:
@@ -181,7 +186,7 @@ class Engine:
             raise Refusal(404, f"There is no such former version of this stream; {listed}.")
         try:
             former, state = writer.folder.read(stream, target)
-            self._streams.import_streams(self.residents.find_slot(stream), state)
+            self._streams.import_streams(self.residents.find_slots([stream]), state)
         except ValueError as error:
             log.warning("%s", error)
             raise Refusal(409, f"Version {target} of this stream is damaged.") from None
@@ -231,10 +236,11 @@ class Engine:
         counted = {"adapted": answer["adapted"], "rolled_back": answer["rolled_back"], "disagreements": disagrees}
         for name in (name for name, true in counted.items() if true):
             self._metrics.count(f"testtime_{name}_total")
-        seen = {name: value for name, value in answer.items() if name not in ("probabilities", "before")}
-        seen["before"] = {name: value for name, value in answer["before"].items() if name != "probabilities"}
-        shadow = {} if fixed is None else {"fixed": fixed["class"]}
-        self._events.publish("answer", stream=record.id, seen=record.seen, **about, **seen, **shadow)
+        if self._events.is_watched:
+            seen = {name: value for name, value in answer.items() if name not in ("probabilities", "before")}
+            seen["before"] = {name: value for name, value in answer["before"].items() if name != "probabilities"}
+            shadow = {} if fixed is None else {"fixed": fixed["class"]}
+            self._events.publish("answer", stream=record.id, seen=record.seen, **about, **seen, **shadow)
         if self._settings.thumbnails:
             record.thumbnails.append(make_thumbnail(record.seen, image, answer))
         return (answer if fixed is None else replace_answer(answer, fixed)) | about

@@ -21,6 +21,11 @@ class Events:
         self._closed = False
 
     @property
+    def is_watched(self) -> bool:
+        """Whether there is a watcher."""
+        return bool(self._watchers)
+
+    @property
     def is_full(self) -> bool:
         """Whether there are as many watchers as are allowed."""
         return len(self._watchers) >= _WATCHERS

@@ -102,9 +102,9 @@ class Residents:
                 refused[stream] = refusal
         return refused
 
-    def find_slot(self, stream: str) -> Tensor:
-        """Return the slot of a resident stream, `(1,)`."""
-        return torch.tensor([self.slots[stream]], dtype=torch.int64, device="cpu")
+    def find_slots(self, streams: Sequence[str]) -> Tensor:
+        """Return the slots of resident streams, `(M,)`."""
+        return torch.tensor([self.slots[stream] for stream in streams], dtype=torch.int64, device="cpu")
 
     def save(self, streams: Sequence[str], store: bool = False) -> list[Future[bool]]:
         """Write the states of resident streams.
@@ -187,7 +187,7 @@ class Residents:
         if record is None:
             self.check_new(stream)
             self.slots.take(stream)
-            self._streams.reset(self.find_slot(stream))
+            self._streams.reset(self.find_slots([stream]))
             # Changed from the start, so that it is written when it is evicted.
             self.records[stream] = StreamRecord(stream, revision=1)
             self._events.publish("created", stream=stream)
@@ -199,7 +199,7 @@ class Residents:
             else:
                 found, state = self.writer.folder.read(stream)
             self.slots.take(stream)
-            self._streams.import_streams(self.find_slot(stream), state)
+            self._streams.import_streams(self.find_slots([stream]), state)
         except ValueError as error:
             log.error("%s", error)
             self.slots.release(stream)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -15,6 +16,7 @@ from testtime.serve.service import Service
 from testtime.storage import error_text
 
 _GRACE = 30  # seconds for requests in progress
+_SWITCH = 0.0005  # seconds that another thread may keep that of the steps waiting
 
 
 class _Server(uvicorn.Server):
@@ -59,6 +61,7 @@ def listen(host: str, port: int) -> socket.socket:
 def run(service: Service, listening: socket.socket) -> bool:
     """Serve until a signal comes; returns whether all states were written."""
     app = make_app(service)
+    sys.setswitchinterval(_SWITCH)
 
     def stop() -> None:
         service.phase = "stopping"
