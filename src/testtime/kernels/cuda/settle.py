@@ -38,6 +38,8 @@ def put_rows(numbers: Tensor, old: Tensor, rows: Tensor) -> bool:
     """Restore the rows of `numbers` `(S, ...)` from `old` where `rows`, bool `(S,)`, is true; others are unchanged."""
     assert numbers.is_contiguous()
     width = numbers[0].numel()
+    if width == 0:  # e.g. an empty memory
+        return True
     block = min(4096, triton.next_power_of_2(width))
     grid = triton.cdiv(width, block), len(numbers)
     _put_back[grid](numbers, old.contiguous(), _bytes(rows.contiguous()), width, BLOCK=block, num_warps=4)
