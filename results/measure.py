@@ -6,9 +6,9 @@
 
 A step is a `testtime` command, run from the root of the repository: `train-` steps train a network, `fit-` steps a
 branch for one, the others evaluate. Its run folder is `runs/STEP`; an interrupted step is resumed. Its result is then
-copied here: the record of a training, the summary of an evaluation. Needs CIFAR-10 and the frost pictures under
-$TESTTIME_DATA, and for the steps on photographs the eight classes of ImageNet in `photographs/`, see
-docs/results/photographs.md.
+copied here: the record of a training, the summary of an evaluation. Needs CIFAR-10, and CIFAR-10-C made with the frost
+photographs, under $TESTTIME_DATA, see docs/results.md (without CIFAR-10-C, frost is procedural); for the steps on
+photographs the eight classes of ImageNet in `photographs/`, see docs/results/photographs.md.
 """
 
 from __future__ import annotations

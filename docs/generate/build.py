@@ -14,7 +14,7 @@ from testtime.report.correlation import Joined, join
 from testtime.report.results import Results, collect
 from testtime.storage import printable, write_atomic
 
-from . import errors, figures, imagenet, moving, service, speed, streams, trainings, variants
+from . import errors, figures, imagenet, methods, moving, service, speed, streams, trainings, variants
 from .documents import fill
 from .result_files import (
     CIFAR,
@@ -61,6 +61,8 @@ def make_parts() -> dict[Path, Parts]:
         docs / "results/streams.md": make_streams(),
         docs / "results/variants.md": make_variants(),
         docs / "results/networks.md": make_networks(),
+        docs / "results/branches.md": make_branches(),
+        docs / "results/methods.md": make_methods(),
         docs / "results/gradients.md": {
             "gradients": errors.format_correlations(join_gradients("correlations")),
             "without labels": errors.format_correlations(join_gradients("stand-ins")),
@@ -182,6 +184,30 @@ def make_networks() -> Parts:
         "robust": errors.format_table(robust, by_level(robust)[5]),
         "sources": format_sources(*in_cifar(*SEEDS, *TF32, "joint-0", "robust-0", "uda")),
     }
+
+
+def make_branches() -> Parts:
+    """The parts of the page on branches for networks without one."""
+    files = {
+        ("Group Normalization", "branch alone, 20 epochs"): [f"branch-gn-20-{seed}" for seed in (0, 1, 2)],
+        ("", "and encoder, 6 epochs"): [f"branch-gn-joint-{seed}" for seed in (0, 1, 2)],
+        ("", "jointly from scratch †"): ["levels"],
+        ("Batch Normalization", "branch alone, 20 epochs"): [f"branch-bn-20-{seed}" for seed in (0, 1)],
+        (" ", "and encoder, 6 epochs"): [f"branch-bn-joint-{seed}" for seed in (0, 1)],
+    }
+    ways = {key: [by_level(read_results(name))[5] for name in names] for key, names in files.items()}
+    chosen = {f"{number} epochs": read_results(f"selection-branch-gn-{number}").tables[0] for number in (6, 20)}
+    return {
+        "branches": methods.format_branches(ways),
+        "held out": methods.format_held_out(chosen),
+        "sources": format_sources(*in_cifar(*(name for names in files.values() for name in names))),
+    }
+
+
+def make_methods() -> Parts:
+    """The parts of the page on methods of others."""
+    names = [f"methods-{norm}-{name}" for norm in ("bn", "gn") for name in methods.SANITY]
+    return {"methods": methods.format_sanity(), "sources": format_sources(*in_cifar(*names))}
 
 
 def make_photographs() -> Parts:

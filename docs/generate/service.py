@@ -26,7 +26,8 @@ def format_measured(held: Mapping[str, Any], file: Path) -> str:
     for row in held["rows"]:
         times = [f"{row[name]:,.1f}" for name in ("p50_ms", "p95_ms", "p99_ms")]
         rates = [f"{row[name]:,.1f}" for name in ("requests_per_s", "images_per_s")]
-        rows.append([str(row["streams"]), str(row["images"]), *rates, *times, f"{row['share_of_bare']:.0%}"])
+        size = str(row["images"]) + (", sent ahead" if row.get("ahead", 1) > 1 else "")
+        rows.append([str(row["streams"]), size, *rates, *times, f"{row['share_of_bare']:.0%}"])
     heads = ["streams", "images a request", "requests/s", "images/s", "p50 ms", "p95 ms", "p99 ms", "of the bare step"]
     memory, moves = held["memory"], held["evictions"]
     cells = [f"{memory[name] / 1024:,.0f} KiB" for name in ("resident_bytes", "stored_bytes")]

@@ -50,7 +50,7 @@ def test_help_lists_every_setting_with_its_default() -> None:
         for field in fields(Settings):
             default = {"steps": steps, "constants": {}}.get(field.name, field.default)
             assert parameters[field.name].default == default
-            assert f"        {field.name}: " in (kind.__doc__ or "")
+            assert f"\n    {field.name}: " in (kind.__doc__ or "")
     assert (Episodic(network()).settings.steps, Online(network()).settings.steps) == (10, 1)
 
 

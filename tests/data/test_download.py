@@ -11,6 +11,7 @@ import os
 import sys
 import tarfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -225,6 +226,8 @@ def test_one_download_at_a_time(server: Server, tmp_path: Path, monkeypatch: pyt
     first = threading.Thread(target=lambda: place.append(get("cifar10", tmp_path)))
     first.start()
     assert server.halfway.wait(10)
+    while not any(tmp_path.iterdir()):
+        time.sleep(0.01)
     before = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     with pytest.raises(DataError, match=f"^{tmp_path}: "):
         get("cifar10", tmp_path)

@@ -334,8 +334,10 @@ def test_shards_are_multiples_of_the_batch(network: str) -> None:
     plan, sets = mini_plan(network, Protocol("mixed", batch=7))
     worker = Worker(plan, sets=sets)
     facts = {"mixed/mini": replace(worker.facts("mixed/mini"), count=1500)}
-    jobs = list(cut(plan, [Unit.of("fixed", "mixed/mini", 0)], facts, torch.device("cpu"), 2))
-    assert [(job.start, job.stop) for job in jobs] == [(0, 511), (511, 1022), (1022, 1500)]
+    paced = replace(plan, protocol=replace(plan.protocol, rate=5.0))
+    for one, shards in ((plan, [(0, 512), (512, 1024), (1024, 1500)]), (paced, [(0, 511), (511, 1022), (1022, 1500)])):
+        jobs = cut(one, [Unit.of("fixed", "mixed/mini", 0)], facts, torch.device("cpu"), 2)
+        assert [(job.start, job.stop) for job in jobs] == shards
     whole = worker.run_unit(Unit.of("fixed", "mixed/mini", 0))
     parts = [worker.run_unit(Unit.of("fixed", "mixed/mini", 0), slice(a, b)) for a, b in ((0, 14), (14, 24))]
     assert whole["sample"].tolist() == [number for part in parts for number in part["sample"].tolist()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import re
@@ -447,7 +448,7 @@ def test_the_run_says_what_it_is(finished: Path, networks: dict[str, str]) -> No
     assert run.configuration["networks"]["joint"]["fingerprint"] == load(networks["checkpoint"]).fingerprint()
     assert run.about["command"] == "testtime eval …"
     assert run.about["seeds"] == [3]
-    assert run.about["versions"]["torch"] == torch.__version__
+    assert run.about["versions"]["torch"] == importlib.metadata.version("torch")
     assert run.about["hardware"]["device"] == "cpu"
     assert not run.damaged
     for unit in run.units:

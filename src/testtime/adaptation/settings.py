@@ -144,8 +144,8 @@ def document_settings(steps: int) -> Callable[[Kind], Kind]:
         ]
         kind.__init__.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
         if kind.__doc__ and Settings.__doc__:  # python -OO removes them
-            listed = Settings.__doc__.partition("Attributes:\n")[2].rstrip()
-            kind.__doc__ = f'{kind.__doc__.rstrip()}\n\n    Settings (defaults of the method "ttt"):\n{listed}\n    '
+            listed = inspect.cleandoc(Settings.__doc__).partition("Attributes:\n")[2]
+            kind.__doc__ = f'{inspect.cleandoc(kind.__doc__)}\n\nSettings (defaults of the method "ttt"):\n{listed}\n'
         return kind
 
     return document

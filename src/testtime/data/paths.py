@@ -6,6 +6,7 @@ folder. Links that lead out of a data set's folder are not followed.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,7 +42,10 @@ def within(path: Path, tree: Path) -> Path:
         DataError: A link leads out, or is circular.
     """
     try:
-        inside = path.resolve().is_relative_to(tree.resolve())
+        resolved = path.resolve()
+        if resolved.is_symlink():  # circular; up to Python 3.12 `resolve` raises
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        inside = resolved.is_relative_to(tree.resolve())
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a circular link; ValueError: an invalid name
         raise DataError(path, f"cannot be followed ({error_text(error)})") from None
     if not inside:

@@ -158,10 +158,11 @@ def cut(
     """Split units into jobs, the streams evenly over the workers."""
     for group in make_groups(plan, units, facts, device, jobs=workers):
         count = facts[group[0].set_name].count
-        if plan.method(group[0].method).mode == "online":
+        method = plan.method(group[0].method)
+        if method.mode == "online":
             yield Job(tuple(_key(unit) for unit in group), 0, count)
             continue
-        batch = choose_batch(facts[group[0].set_name].shape, device, plan)
+        batch = choose_batch(facts[group[0].set_name].shape, device, plan, method)
         shard = max(1, SHARD // batch) * batch
         for start in range(0, max(count, 1), shard):
             yield Job((_key(group[0]),), start, min(start + shard, count))

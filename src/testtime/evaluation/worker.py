@@ -96,7 +96,7 @@ class Worker(Inputs):
             add(begun.columns[0])
             done = len(begun.columns[0]["sample"])
             order, start = order[done:], start + done
-        batch = choose_batch(test_set.shape, self.device, self.plan)
+        batch = choose_batch(test_set.shape, self.device, self.plan, self.method(unit))
         predict = self._pace(unit, adapter, start // batch)
         saver = PeriodicSaver(save, begun, CHECKPOINT_SECONDS)
         for numbers, images, _ in read_ahead(test_set.chunks(batch, order)):
@@ -242,14 +242,19 @@ def find_threshold(confidences: Sequence[float], share: float) -> float:
     return min(sorted(confidences)[count], _BELOW_ONE)
 
 
-def choose_batch(shape: tuple[int, ...], device: torch.device, plan: Plan | None = None) -> int:
+def choose_batch(
+    shape: tuple[int, ...], device: torch.device, plan: Plan | None = None, method: MethodSpec | None = None
+) -> int:
     """Return the images per call of an adapter: those of the plan's protocol, or by the shape of the images.
 
-    Shards are multiples of it, so that sharding does not change the results, bit for bit. On a GPU, episodes run in
-    blocks, and each block size is recorded once as a graph; large batches of small images leave few odd sizes.
+    The protocol's batch does not matter to what learns nothing from one image for the next, unless time does. Shards
+    are multiples of it, so that sharding does not change the results, bit for bit. On a GPU, episodes run in blocks,
+    and each block size is recorded once as a graph; large batches of small images leave few odd sizes.
     """
-    if plan is not None and plan.protocol.batch is not None:
-        return plan.protocol.batch
+    protocol = None if plan is None else plan.protocol
+    learns = method is None or method.mode == "online"
+    if protocol is not None and protocol.batch is not None and (learns or protocol.rate is not None):
+        return protocol.batch
     small, large = kernels.tuning(device).batch
     return small if shape[1] * shape[2] <= 64 * 64 else large
 
