@@ -47,6 +47,21 @@ def format_joint_training(held: Mapping[str, Any]) -> str:
     return table(heads, [[name, *(own.get(count, "") for count in (0, *counts))] for name, own in cells.items()])
 
 
+def format_methods(*files: Mapping[str, Any]) -> str:
+    """Milliseconds an image of each method, ours and those of a plain loop, on one machine after another."""
+    held = [{row["method"]: row for row in file["rows"]} for file in files]
+    rows = []
+    for name in dict.fromkeys(name for one in held for name in one):
+        cells = []
+        for one in held:
+            row = one.get(name)
+            words = ("ms_per_image", "ms_per_image_loop", "speed")
+            cells += ["", "", ""] if row is None else [f"{row[word]:,.2f}" for word in words]
+        rows.append([f"`{name}`", *cells])
+    heads = ["CPU, ms" if file["machine"]["hardware"]["device"] == "cpu" else "GPU, ms" for file in files]
+    return table(["method", *(cell for head in heads for cell in (head, "loop", "times"))], rows)
+
+
 def format_gpu_kernels(held: Mapping[str, Any]) -> str:
     """Steps a second with the CUDA C++ kernels, and the gain over Triton alone, by arithmetic."""
     found = {(_work(row), row["precision"]): row for row in held["rows"]}

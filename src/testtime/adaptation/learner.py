@@ -78,6 +78,7 @@ class Learner:
         self.all_rows = torch.ones(count, dtype=torch.bool, device=device)
         """Mask of all replicas, bool `(S,)`; stored because recorded graphs read it."""
         self._before: Snapshot | None = None
+        self._scratch: list[Tensor] | None = None
         self.recordings: dict[Any, Any] = {}
         """Recorded episodes by image shape, see recorder.py."""
         self.eager = not (self.optimizer.flat and can_record(device))
@@ -164,7 +165,16 @@ class Learner:
     def begin(self) -> Snapshot:
         """Return a snapshot for an episode: that of `make_undo`, if this is the first episode since."""
         before, self._before = self._before, None
-        return self.snapshot() if before is None else before
+        if before is not None:
+            return before
+        if not self.eager:
+            return self.snapshot()
+        # Into the same memory every time: for large networks, getting new memory takes as long as the copy.
+        if self._scratch is None:
+            self._scratch = [torch.empty_like(piece) for piece in self.pieces]
+        for old, piece in zip(self._scratch, self.pieces, strict=True):
+            old.copy_(piece)
+        return Snapshot(self._scratch, self.optimizer.snapshot())
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot, rows: Tensor) -> None:
