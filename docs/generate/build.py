@@ -90,6 +90,7 @@ def make_speed() -> Parts:
         "engine on the GPU": speed.format_engine(gpu, "resnet26"),
         "engine on the GPU at 224": speed.format_engine(gpu, "resnet18"),
         "training on the GPU": speed.format_joint_training(training),
+        "models": speed.format_models(read_file(Path("results/models-cpu.json"))),
         "methods": speed.format_methods(*(read_file(Path(f"results/methods-{name}.json")) for name in ("cpu", "h200"))),
     }
 

@@ -47,6 +47,18 @@ def format_joint_training(held: Mapping[str, Any]) -> str:
     return table(heads, [[name, *(own.get(count, "") for count in (0, *counts))] for name, own in cells.items()])
 
 
+def format_models(held: Mapping[str, Any]) -> str:
+    """Milliseconds an image and memory of the models that people bring, against a naive loop."""
+    rows = []
+    for row in held["rows"]:
+        cells = [f"{row['parameters'] / 1e6:.1f}", f"{row['naive_ms']:,.0f}", f"{row['online_ms']:,.0f}"]
+        cells += [f"{row['speed']:.2f}", *(f"{row[name]:,.0f}" for name in ("naive_mib", "online_mib"))]
+        rows.append([row["model"], *cells])
+    means = f"{held['geometric_mean']:.2f}"
+    heads = ["model", "parameters, M", "loop, ms", "`Online`, ms", "times", "loop, MiB", "`Online`, MiB"]
+    return table(heads, [*rows, ["geometric mean", "", "", "", means, "", ""]])
+
+
 def format_methods(*files: Mapping[str, Any]) -> str:
     """Milliseconds an image of each method, ours and those of a plain loop, on one machine after another."""
     held = [{row["method"]: row for row in file["rows"]} for file in files]
