@@ -141,7 +141,7 @@ class Engine:
     ) -> tuple[Answer, bool | None]:
         """Count a request whose images are answered; returns its answer, and whether the state has to be written.
 
-        `None` if not, True if it has to be written before the request is answered.
+        True: before the request is answered; False: at any time; None: it need not be.
 
         Args:
             stream: The stream, resident.
