@@ -192,10 +192,10 @@ def make_branches() -> Parts:
     """The parts of the page on branches for networks without one."""
     files = {
         ("Group Normalization", "branch alone, 20 epochs"): [f"branch-gn-20-{seed}" for seed in (0, 1, 2)],
-        ("", "and encoder, 6 epochs"): [f"branch-gn-joint-{seed}" for seed in (0, 1, 2)],
-        ("", "jointly from scratch †"): ["levels"],
+        ("Group Normalization", "branch and encoder, 6 epochs"): [f"branch-gn-joint-{seed}" for seed in (0, 1, 2)],
+        ("Group Normalization", "jointly from scratch †"): ["levels"],
         ("Batch Normalization", "branch alone, 20 epochs"): [f"branch-bn-20-{seed}" for seed in (0, 1)],
-        (" ", "and encoder, 6 epochs"): [f"branch-bn-joint-{seed}" for seed in (0, 1)],
+        ("Batch Normalization", "branch and encoder, 6 epochs"): [f"branch-bn-joint-{seed}" for seed in (0, 1)],
     }
     ways = {key: [by_level(read_results(name))[5] for name in names] for key, names in files.items()}
     chosen = {f"{number} epochs": read_results(f"selection-branch-gn-{number}").tables[0] for number in (6, 20)}

@@ -62,7 +62,9 @@ def format_held_out(ways: Mapping[str, Table]) -> str:
         for way, one in ways.items()
         for method in ("fixed", "online")
     ]
-    return table(["error in %", "", *(column_title(column) for column in columns)], rows, words=(0, 1))
+    return table(
+        ["error in %", "", *(column_title(column).replace("_", " ") for column in columns)], rows, words=(0, 1)
+    )
 
 
 _PLACES = [(method, column) for column in (ORIGINAL, MEAN) for method in ("fixed", "online")]

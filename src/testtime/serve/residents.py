@@ -118,8 +118,7 @@ class Residents:
         """
         if not streams:
             return []
-        slots = torch.tensor([self.slots[stream] for stream in streams], dtype=torch.int64, device="cpu")
-        state, written = self._streams.export_streams(slots), []
+        state, written = self._streams.export_streams(self.find_slots(streams)), []
         for row, stream in enumerate(streams):
             own = {name: tensor[row : row + 1].clone() for name, tensor in state.items()}
             written.append(self._put(self.records[stream], own, store))
