@@ -48,3 +48,8 @@ def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def mixed_precision(device: torch.device, enabled: bool) -> torch.autocast:
+    """Return torch's bfloat16 autocast, without its cache: within `arithmetic` that is not cleared after a step."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)

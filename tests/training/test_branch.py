@@ -227,11 +227,11 @@ def test_bfloat16_trains_about_the_same() -> None:
     for precision in ("fp32", "bf16"):
         net = small_net("batch")
         before = weights(net, "encoder", "classifier")
-        fit_branch(net, IMAGES, **SHORT, precision=precision)
+        fit_branch(net, IMAGES, epochs=2, batch=2, hold_out=0, lr=0.2, precision=precision)
         assert_same(weights(net, "encoder", "classifier"), before)
-        losses.append(net.card.record["branch"]["epochs"][-1]["loss"])
+        losses.append([entry["loss"] for entry in net.card.record["branch"]["epochs"]])
     assert losses[0] != losses[1]
-    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 # The start -----------------------------------------------------------------------------------------------------------

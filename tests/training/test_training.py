@@ -377,6 +377,22 @@ def test_bfloat16_changes_the_loss_only_a_little() -> None:
     assert all(parameter.dtype == torch.float32 for parameter in rough.parameters())
 
 
+def test_steps_of_bfloat16_see_the_last_parameters_also_within_one_context() -> None:
+    """A recorded step runs twice in the context in which it is captured."""
+
+    def learn(apart: bool) -> dict[str, Tensor]:
+        pool = Pool("images", *pictures(), torch.device("cpu"))
+        one = Trainer([Training(small_net(), replace(SHORT, precision="bf16", lr=0.5), pool)])
+        one.trainings[0].net.train()
+        steps = list(one.batches(0))
+        with contextlib.nullcontext() if apart else arithmetic("bf16", one.device):
+            for step in steps:
+                one.step(*step)
+        return weights(one.trainings[0].net)
+
+    assert_same(learn(apart=True), learn(apart=False))
+
+
 @pytest.mark.parametrize("method", ["plain", "joint", "robust", "alp", "uda"])
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_a_network_trained_as_a_replica_of_itself_learns_the_same(

@@ -17,7 +17,7 @@ from testtime.augment import Augment
 from testtime.networks.card import compare_tensors
 from testtime.networks.replicas import Part
 from testtime.networks.ynet import YNet
-from testtime.precision import arithmetic, check_precision
+from testtime.precision import arithmetic, check_precision, mixed_precision
 from testtime.progress import Progress
 from testtime.randomness import Draws
 from testtime.tasks import Rotation, Task
@@ -152,7 +152,7 @@ class BranchTraining:
         mixed = self.recipe.precision == "bf16" and not isinstance(self.model, Replicated)
 
         def loss() -> Tensor:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
+            with mixed_precision(self.device, mixed):
                 features = self._encode(views, leaves)
                 outputs = self.model.supervise(features)
                 terms = [self.task.loss(outputs, targets).mean()]

@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 
 from testtime.kernels.graphs import Captured, can_record, on_side_stream, record
 from testtime.networks.ynet import YNet
-from testtime.precision import Precision, arithmetic, check_precision
+from testtime.precision import Precision, arithmetic, check_precision, mixed_precision
 from testtime.progress import read_ahead
 from testtime.randomness import Draws
 from testtime.training.losses import Batch
@@ -161,7 +161,7 @@ class Trainer:
         mixed = self.precision == "bf16" and not isinstance(self.model, Replicated)  # replicas need no autocast
 
         def loss() -> Tensor:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
+            with mixed_precision(self.device, mixed):
                 terms, logits = self.method.loss(self.model, batch, self.recipe, self.trainings[0].task)
             means = torch.stack([_average(terms[name], self.count) for name in self.method.terms])  # (terms, S)
             found.update(means=means.detach(), logits=logits.detach())
