@@ -23,6 +23,7 @@ from testtime.augment import AugMix, CropFlip
 from testtime.data.sets import TensorSet
 from testtime.networks import CheckpointError, YNet, load, resnet26
 from testtime.networks.card import Card
+from testtime.precision import arithmetic
 from testtime.progress import Progress
 from testtime.randomness import Draws
 from testtime.storage import FolderError, hold_folder
