@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from testtime.data.corrupted import Corrupted
 from testtime.data.sets import TensorSet, TestSet
 from testtime.diagnosis.measure import Diagnosis, diagnose, diagnose_all, find_hints, find_reference, measure_reference
 from testtime.diagnosis.result import Estimate, Reference, format_diagnosis
+from testtime.diagnosis.verdict import judge
 from testtime.report.diagnosis import DiagnosisError, as_sections, read_diagnoses, render_page, write_page
 from testtime.storage import FileError
 
@@ -164,6 +166,13 @@ def test_verdicts_on_digits_agree_with_the_measured_gain(net: tt.YNet, reference
             assert before - after > 0.05
         else:
             assert before - after < 0.02
+
+
+def test_few_images_do_not_show_that_there_is_nothing_to_gain(net: tt.YNet, reference: Reference) -> None:
+    found = diagnose(net, shifted("contrast", 5), reference=reference, limit=64, trial=32)
+    for drift, expected in ((1.2, True), (1.8, False)):
+        uncertain = replace(found, task_loss=Estimate(drift * reference.task_loss, reference.task_loss))
+        assert (judge(uncertain, math.log(4)).kind == "little to gain") == expected
 
 
 def test_the_verdict_reads_no_labels(net: tt.YNet, reference: Reference) -> None:

@@ -137,7 +137,7 @@ def _trivial(found: Diagnosis, guessing: float) -> Verdict | None:
 
 def _little(found: Diagnosis, guessing: float) -> Verdict | None:
     known = found.reference
-    if known is None or measure_drift(found.task_loss.low, known.task_loss) > EASY:
+    if known is None or measure_drift(found.task_loss.value, known.task_loss) > EASY:
         return None
     reasons = (_format_task(found), _format_agreement(found))
     return Verdict(
