@@ -181,7 +181,10 @@ class Streams(Adapter):
         check_streams(streams, len(streams), self.count)
         with self._lock, torch.inference_mode(False), torch.no_grad():
             chosen, store = streams.to(self.device, copy=True), self._learned
-            numbers, saved = self._numbers[chosen], store.copy_rows(chosen) if isinstance(store, ReplicaStore) else None
+            numbers, saved = (
+                self._numbers[chosen],
+                store.unload().take(chosen) if isinstance(store, ReplicaStore) else None,
+            )
 
         def undo(wanted: Tensor) -> None:
             with self._lock, torch.inference_mode(False), torch.no_grad():
@@ -189,7 +192,7 @@ class Streams(Adapter):
                 if saved is None:
                     self.reset(chosen[rows])
                 elif isinstance(self._learned, ReplicaStore):
-                    self._learned.put_rows(chosen[rows], saved.take(rows))
+                    self._learned.unload().put(chosen[rows], saved.take(rows))
                 self._numbers = self._numbers.index_copy(0, chosen[rows], numbers[rows])
 
         return undo
