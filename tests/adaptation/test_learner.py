@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models import VisionTransformer
 from testtime import CropFlip, Online, Rotation, resnet26, split
-from testtime.adaptation.learner import Learner
+from testtime.adaptation.learner import Learner, Snapshot
 from testtime.adaptation.methods import METHODS
 from testtime.adaptation.recorder import run
 from testtime.networks.ynet import YNet
@@ -237,3 +237,15 @@ def test_an_interrupt_leaves_batch_norm_in_no_other_mode(way: str) -> None:
         else:
             learner.reset()
         assert torch.equal(learner.objective.observe(images).logits, expected.logits)
+
+
+def test_rows_are_put_into_a_snapshot() -> None:
+    stored = Snapshot([torch.arange(6.0).view(3, 2)], {"old": torch.ones(3, 1)})
+    new = Snapshot([torch.tensor([[6.0, 7.0], [8.0, 9.0], [-1.0, -1.0]])], {"new": torch.full((3, 1), 5.0)})
+    stored.put(torch.tensor([2, 0]), new)
+    assert stored.pieces[0].tolist() == [[8.0, 9.0], [2.0, 3.0], [6.0, 7.0]]
+    assert stored.memory["new"].tolist() == [[5.0], [0.0], [5.0]]
+    assert stored.memory["old"].tolist() == [[0.0], [1.0], [0.0]]
+    stored.put(torch.tensor([False, True, True]), Snapshot([torch.tensor([[4.0, 4.0]])], {}))  # one row for several
+    assert stored.pieces[0].tolist() == [[8.0, 9.0], [4.0, 4.0], [4.0, 4.0]]
+    assert stored.memory["new"].tolist() == [[5.0], [0.0], [0.0]]

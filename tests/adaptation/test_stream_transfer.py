@@ -85,7 +85,7 @@ def test_what_is_undone_was_never_learned(given: dict[str, Any], calls: int) -> 
         of(streams, pictures(3, seed=call), 1, 2, 3)
         of(untouched, pictures(3, seed=call)[1:2], 2)
     undo(torch.tensor([3, 1]))
-    numbers = torch.stack([one._numbers for one in (streams, untouched)])
+    numbers = torch.stack([one._extra["numbers"] for one in (streams, untouched)])
     assert torch.equal(numbers[0], numbers[1])
     expected = of(untouched, pictures(4, seed=9), 0, 1, 2, 3)
     assert torch.allclose(of(streams, pictures(4, seed=9), 0, 1, 2, 3).logits, expected.logits, atol=1e-5)

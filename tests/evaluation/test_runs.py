@@ -769,7 +769,7 @@ def test_the_preset_best_is_a_usual_method_that_is_run_where_it_is_asked_for(tmp
     described = Online(net, method="best", copies=64).settings.describe()
     del described["seed"]
     assert wide.describe(net) == {"mode": "online", "network": "joint", "settings": described}
-    assert wide.copies == 64
+    assert wide.make_settings().copies == 64
     assert Plan.from_json(plan.to_json()) == plan
 
 

@@ -13,7 +13,6 @@ Decisions do not depend on what was learned, so that learning cannot talk itself
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from testtime.adaptation.adapters import Episodic, Online
 from testtime.adaptation.methods import Method, find_method
 from testtime.adaptation.prediction import Prediction
 from testtime.adaptation.settings import document_settings
-from testtime.adaptation.state import check_state
 from testtime.checks import format_value, is_number
 from testtime.networks.task_loss import EASY, measure_drift, read_task_loss
 from testtime.networks.ynet import YNet
@@ -159,11 +157,11 @@ class Auto(Online):
     @property
     def drift(self) -> float:
         """The drift of the stream: a moving average of the task's loss relative to training; 1 means none."""
-        return float(self._score[0])
+        return float(self._extra["score"][0])
 
     def estimate_accuracy(self) -> Accuracy | None:
         """Estimate the accuracy of the last predictions, up to about 500, without labels; None before the first."""
-        _, confidence, images = self._score.tolist()
+        _, confidence, images = self._extra["score"].tolist()
         return self.calibration.estimate(confidence, int(images)) if images else None
 
     def describe(self) -> dict[str, Any]:
@@ -175,37 +173,13 @@ class Auto(Online):
         with self._lock, torch.inference_mode(False):
             super().reset()
             # Drift of the stream, mean confidence, and over how many images.
-            self._score = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return everything the adapter has learned, counted and scored, as tensors by name."""
-        with self._lock:
-            return {"score": self._score.clone()} | super().state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Continue from a state returned by `state_dict`, bit for bit; raises like `Adapter.load_state_dict`."""
-        check_state(state_dict, self.identify(), self._networks[0])
-        score = state_dict.get("score")
-        if score is None or score.dtype != torch.float64 or score.shape != (3,) or (score < 0).any():
-            raise ValueError("not an adapter's state: 'score' are not three numbers >= 0.")
-        with self._lock, torch.inference_mode(False):
-            super().load_state_dict(state_dict)
-            self._score = score.to("cpu", copy=True)
-
-    def _make_undo(self) -> Callable[[], None]:
-        score, undo = self._score, super()._make_undo()
-
-        def restore() -> None:
-            self._score = score
-            undo()
-
-        return restore
+            self._extra["score"] = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         prediction = self._unadapted(images)
         if self.settings.steps == 0 or len(images) == 0:
             return prediction
-        average, confidence, count = self._score.tolist()
+        average, confidence, count = self._extra["score"].tolist()
         modes, average = self.calibration.choose(measure_drift(prediction.loss_before, self.reference), average)
         for mode, predict in ((_EPISODIC, self._episodes[0]._predict), (_ONLINE, super()._predict)):
             rows = (modes == mode).nonzero().flatten().to(images.device)
@@ -217,5 +191,5 @@ class Auto(Online):
             if math.isfinite(value):
                 count = min(count + 1, _WINDOW)
                 confidence += (value - confidence) / count
-        self._score = torch.tensor([average, confidence, count], dtype=torch.float64, device="cpu")
+        self._extra["score"] = torch.tensor([average, confidence, count], dtype=torch.float64, device="cpu")
         return prediction

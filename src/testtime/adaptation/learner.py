@@ -39,6 +39,22 @@ class Snapshot(NamedTuple):
         """Return a copy of some rows, int `(M,)`."""
         return Snapshot([piece[rows] for piece in self.pieces], {key: one[rows] for key, one in self.memory.items()})
 
+    def put(self, rows: Tensor, new: Snapshot) -> None:
+        """Overwrite some rows with those of another snapshot.
+
+        Args:
+            rows: Int `(M,)`, or a mask, bool `(S,)`.
+            new: Its first M rows replace them, or its only row replaces them all.
+        """
+        for piece, other in zip(self.pieces, new.pieces, strict=True):
+            piece[rows] = other[: len(rows)]
+        for key, other in new.memory.items():
+            if key not in self.memory:
+                self.memory[key] = other.new_zeros(len(self.pieces[0]), *other.shape[1:])
+            self.memory[key][rows] = other[: len(rows)]
+        for key in self.memory.keys() - new.memory.keys():  # it did not exist yet, so it was zero
+            self.memory[key][rows] = 0
+
 
 class Learner:
     """S replicas with their objective, optimizer and settings; the method itself is in method.py.
@@ -59,7 +75,7 @@ class Learner:
         parts = find_parts(net, settings, method.needs_branch)
         layers = find_layers(net, settings, parts)
         self.replicas = Replicas(net, count, parts, example, check_precision(settings.precision), layers)
-        self._use_statistics()
+        self.replicas.use_statistics(settings.statistics or "running")
         parameters = {name: self.replicas.tensors[name] for name in select_parameters(net, settings.update)}
         for parameter in parameters.values():
             parameter.requires_grad_(True)
@@ -69,10 +85,13 @@ class Learner:
         """Starts a function that reads the replicas, concurrently if possible; the next update waits for it."""
         self.objective = method.objective(self.replicas, settings, self.later)
         self.watch = Watch(Guard.of(settings.guard), self.replicas, settings.statistics == "batch")
+        others = {f"objective/{name}": tensor for name, tensor in self.objective.state.items()}
+        others |= {f"guard/{name}": tensor for name, tensor in self.watch.state.items()}
         self._updates = torch.zeros(count, dtype=torch.int64, device=device)  # since the last reset
-        self.pieces = [*self.replicas.pieces, *self.objective.state.values(), *self.watch.state.values()]
         if settings.resets != "never":
-            self.pieces.append(self._updates)
+            others["updates"] = self._updates
+        self.pieces = [*self.replicas.pieces, *others.values()]
+        self._named = self.replicas.tensors | others  # the same tensors, but the parameters separately
         self._ignored = [_find_not_finite(piece) for piece in self.pieces]
         self.optimizer = StackedOptimizer(settings, self.replicas.packed, parameters)
         self.all_rows = torch.ones(count, dtype=torch.bool, device=device)
@@ -144,7 +163,8 @@ class Learner:
         Their optimizer state is reset too; resetting some rows requires an optimizer that treats rows independently.
         """
         self._side.wait()
-        self._use_statistics()  # an interrupt may have left BatchNorm in training mode
+        # An interrupt may have left BatchNorm in training mode.
+        self.replicas.use_statistics(self.settings.statistics or "running")
         for piece, origin in zip(self.pieces, self.origin, strict=True):
             if rows is None:
                 piece.copy_(origin)
@@ -183,7 +203,8 @@ class Learner:
         The snapshot may come from another learner with as many replicas.
         """
         self._side.wait()
-        self._use_statistics()  # an interrupt may have left BatchNorm in training mode
+        # An interrupt may have left BatchNorm in training mode.
+        self.replicas.use_statistics(self.settings.statistics or "running")
         for piece, old in zip(self.pieces, snapshot.pieces, strict=True):
             put_rows(piece, old, rows)
         self.optimizer.restore(snapshot.memory, rows)
@@ -194,7 +215,7 @@ class Learner:
         Raises:
             ValueError: The optimizer's state is not made up of tensors.
         """
-        state = self._named() | {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state().items()}
+        state = self._named | {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state().items()}
         return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
 
     @torch.no_grad()
@@ -204,31 +225,20 @@ class Learner:
         Raises:
             ValueError: A tensor is missing, unknown or has another shape; nothing was changed.
         """
-        own = self._named()
-        for name, tensor in own.items():
+        for name, tensor in self._named.items():
             if name not in state or state[name].shape != tensor.shape or state[name].dtype != tensor.dtype:
                 raise ValueError(f"The state does not fit: tensor {name!r} is missing, or has another shape or type.")
-        if "updates" in own and (state["updates"] < 0).any():
+        if "updates" in self._named and (state["updates"] < 0).any():
             raise ValueError("The state does not fit: 'updates' must not be negative.")
-        memory = {name: tensor for name, tensor in state.items() if name not in own}
+        memory = {name: tensor for name, tensor in state.items() if name not in self._named}
         for name in memory:
             if not name.startswith("optimizer/"):
                 raise ValueError(f"The state does not fit: {name!r} belongs to another network.")
         self._side.wait()
         self.optimizer.load({name.removeprefix("optimizer/"): tensor for name, tensor in memory.items()})
-        for name, tensor in own.items():
+        for name, tensor in self._named.items():
             tensor.copy_(state[name])
         self.recordings.clear()  # they refer to the old optimizer state
-
-    def _use_statistics(self) -> None:
-        self.replicas.use_statistics(self.settings.statistics or "running")
-
-    def _named(self) -> dict[str, Tensor]:
-        """Return the tensors of replicas, objective and guard by name, and the count of updates if there are resets."""
-        own = {} if self.settings.resets == "never" else {"updates": self._updates}
-        own |= {f"objective/{name}": tensor for name, tensor in self.objective.state.items()}
-        own |= {f"guard/{name}": tensor for name, tensor in self.watch.state.items()}
-        return self.replicas.tensors | own
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copied or pickled individually, parameters would no longer be views of one tensor. Bytes, since the shared

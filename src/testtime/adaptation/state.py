@@ -63,6 +63,8 @@ class Stateful(nn.Module):
             # On the network's device, so that counting does not synchronise.
             self._counts = torch.zeros(2, dtype=torch.int64, device=self.device)
             self._learned: Learner | ReplicaStore | None = None
+            # What a subclass counts or measures besides, by name, set in its `reset`; never changed in place.
+            self._extra: dict[str, Tensor] = {}
 
     @property
     def adapted(self) -> int:
@@ -78,7 +80,8 @@ class Stateful(nn.Module):
         """Return everything the adapter has learned and counted, as tensors by name."""
         with self._lock:
             counts = [self.seen, self.adapted, self.rolled_back]
-            state = {key: pack_text(text) for key, text in self.identify().items()}
+            state = {name: tensor.to("cpu", copy=True) for name, tensor in self._extra.items()}
+            state |= {key: pack_text(text) for key, text in self.identify().items()}
             state["counts"] = torch.tensor(counts, dtype=torch.int64, device="cpu")
             if self._learned is not None:
                 shape = torch.tensor(self._learned.shape, dtype=torch.int64, device="cpu")
@@ -94,6 +97,9 @@ class Stateful(nn.Module):
         """
         counts = check_state(state_dict, self.identify(), self._networks[0])
         with self._lock, torch.inference_mode(False), self._all_or_nothing():
+            for name, now in self._extra.items():
+                found = read_numbers(state_dict, name, len(now), now.dtype)
+                self._extra[name] = found.to(now.device, copy=True)
             self._learned = _load_learner(state_dict, self._networks[0], self._make_learner)
             self.seen = counts[0]
             self._counts = torch.tensor(counts[1:], dtype=torch.int64, device=self.device)
@@ -123,12 +129,12 @@ class Stateful(nn.Module):
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """Undo everything learned and counted inside the context on an error, including Ctrl-C."""
-        counts, seen, undo = self._counts, self.seen, self._make_undo()
+        counts, seen, extra, undo = self._counts, self.seen, dict(self._extra), self._make_undo()
         try:
             yield
         except BaseException:
             undo()
-            self._counts, self.seen = counts, seen
+            self._counts, self.seen, self._extra = counts, seen, extra
             raise
 
     def _make_undo(self) -> Callable[[], None]:
@@ -176,16 +182,17 @@ def read_shape(shape: Tensor | None, net: YNet) -> tuple[int, int, int]:
     return channels, height, width
 
 
-def read_counts(state: Mapping[str, Tensor], name: str, number: int) -> list[int]:
-    """Return `number` counts from a saved state.
+def read_numbers(state: Mapping[str, Tensor], name: str, count: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return some numbers >= 0, `(count,)`, from a saved state.
 
     Raises:
         ValueError: They are missing or malformed.
     """
-    counts = state.get(name)
-    if counts is None or counts.dtype != torch.int64 or counts.shape != (number,) or (counts < 0).any():
-        raise ValueError(f"not an adapter's state: {name!r} are not {number} integers >= 0.")
-    return counts.tolist()
+    found = state.get(name)
+    if found is None or found.dtype != dtype or found.shape != (count,) or (found < 0).any():
+        kind = "numbers" if dtype.is_floating_point else "integers"
+        raise ValueError(f"not an adapter's state: {name!r} are not {count} {kind} >= 0.")
+    return found
 
 
 def check_state(state: Mapping[str, Tensor], identity: Mapping[str, str], net: YNet) -> list[int]:
@@ -205,7 +212,7 @@ def check_state(state: Mapping[str, Tensor], identity: Mapping[str, str], net: Y
         there = unpack_text(state[key])
         if there != here:
             raise ValueError(f"the state was saved with another {key}: {there}, here {here}.")
-    counts = read_counts(state, "counts", 3)
+    counts = read_numbers(state, "counts", 3).tolist()
     if counts[1] + counts[2] > counts[0]:
         raise ValueError(f"not an adapter's state: it counts fewer images seen than learned from, {counts}.")
     original = {f"learner/{name}": tensor for name, tensor in (*net.named_parameters(), *net.named_buffers())}

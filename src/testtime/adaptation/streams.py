@@ -16,7 +16,7 @@ from testtime.adaptation.optimizers import has_rows, is_rowwise
 from testtime.adaptation.prediction import Prediction
 from testtime.adaptation.replica_store import ReplicaStore
 from testtime.adaptation.settings import document_settings
-from testtime.adaptation.state import check_state, read_counts, read_shape
+from testtime.adaptation.state import read_numbers, read_shape
 from testtime.networks.ynet import YNet
 from testtime.precision import arithmetic
 
@@ -74,12 +74,12 @@ class Streams(Adapter):
             if streams is None:
                 super().reset()
                 # On the network's device, like the counts.
-                self._numbers = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+                self._extra["numbers"] = torch.zeros(self.count, dtype=torch.int64, device=self.device)
                 return
             check_streams(streams, len(streams), self.count)
             chosen = torch.zeros(self.count, dtype=torch.bool, device=self.device)
             chosen[streams.to(self.device)] = True
-            self._numbers = self._numbers.masked_fill(chosen, 0)
+            self._extra["numbers"] = self._extra["numbers"].masked_fill(chosen, 0)
             if self._learned is not None:
                 self._learned.reset(chosen)
 
@@ -134,7 +134,7 @@ class Streams(Adapter):
         check_streams(streams, len(streams), self.count)
         with self._lock, torch.inference_mode(False), torch.no_grad():
             chosen = streams.to(self.device)
-            state = {"numbers": self._numbers[chosen].cpu()}
+            state = {"numbers": self._extra["numbers"][chosen].cpu()}
             if isinstance(self._learned, ReplicaStore) and len(streams):
                 learned = self._learned.state(chosen)
                 shape = torch.tensor(self._learned.shape, dtype=torch.int64, device="cpu")
@@ -153,7 +153,7 @@ class Streams(Adapter):
             ValueError: The state does not fit; nothing was changed.
         """
         check_streams(streams, len(streams), self.count)
-        numbers = torch.tensor(read_counts(state, "numbers", len(streams)), dtype=torch.int64, device=self.device)
+        numbers = read_numbers(state, "numbers", len(streams))
         learned = {name.removeprefix("learner/"): one for name, one in state.items() if name.startswith("learner/")}
         with self._lock, torch.inference_mode(False), torch.no_grad():
             chosen = streams.to(self.device)
@@ -167,7 +167,7 @@ class Streams(Adapter):
                 self._learned = store
             elif self._learned is not None:
                 self.reset(streams)
-            self._numbers = self._numbers.index_copy(0, chosen, numbers)
+            self._extra["numbers"] = self._extra["numbers"].index_copy(0, chosen, numbers.to(self.device))
 
     def make_undo(self, streams: Tensor) -> Callable[[Tensor], None]:
         """Return a function that returns some streams to their present state, bit for bit, and leaves the others alone.
@@ -181,7 +181,8 @@ class Streams(Adapter):
         check_streams(streams, len(streams), self.count)
         with self._lock, torch.inference_mode(False), torch.no_grad():
             chosen, store = streams.to(self.device, copy=True), self._learned
-            numbers, saved = self._numbers[chosen], store.copy_rows(chosen) if isinstance(store, ReplicaStore) else None
+            numbers = self._extra["numbers"][chosen]
+            saved = store.unload().take(chosen) if isinstance(store, ReplicaStore) else None
 
         def undo(wanted: Tensor) -> None:
             with self._lock, torch.inference_mode(False), torch.no_grad():
@@ -189,8 +190,8 @@ class Streams(Adapter):
                 if saved is None:
                     self.reset(chosen[rows])
                 elif isinstance(self._learned, ReplicaStore):
-                    self._learned.put_rows(chosen[rows], saved.take(rows))
-                self._numbers = self._numbers.index_copy(0, chosen[rows], numbers[rows])
+                    self._learned.unload().put(chosen[rows], saved.take(rows))
+                self._extra["numbers"] = self._extra["numbers"].index_copy(0, chosen[rows], numbers[rows])
 
         return undo
 
@@ -206,44 +207,28 @@ class Streams(Adapter):
             store = self._learned
             return copy_network(self._networks[0], store.read(stream) if isinstance(store, ReplicaStore) else {})
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return everything the streams have learned and counted, as tensors by name."""
-        with self._lock:
-            return {"numbers": self._numbers.to("cpu", copy=True)} | super().state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Continue from a state returned by `state_dict`, bit for bit; raises like `Adapter.load_state_dict`."""
-        check_state(state_dict, self.identify(), self._networks[0])
-        numbers = read_counts(state_dict, "numbers", self.count)
-        with self._lock, torch.inference_mode(False):
-            super().load_state_dict(state_dict)
-            self._numbers = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-
     def _make_undo(self) -> Callable[[], None]:
-        numbers, store = self._numbers, self._learned
+        store = self._learned
         undo = store.make_undo(self._streams) if isinstance(store, ReplicaStore) else None
 
         def restore() -> None:
-            self._numbers, self._learned = numbers, store
+            self._learned = store
             if undo is not None:
                 undo()
 
         return restore
 
     def _number(self, images: Tensor) -> Tensor:
-        return self._numbers[self._chosen()]
+        numbers = self._extra["numbers"]
+        return numbers if self._streams is None else numbers[self._streams]
 
     def _is_single(self, images: Tensor) -> bool:
         return len(images) > 0
 
-    def _chosen(self) -> slice | Tensor:
-        """Return an index of the streams of the current call."""
-        return slice(None) if self._streams is None else self._streams
-
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
-        numbers = self._numbers.clone()
-        numbers[self._chosen()] += 1
-        self._numbers = numbers
+        numbers = self._extra["numbers"].clone()
+        numbers[slice(None) if self._streams is None else self._streams] += 1
+        self._extra["numbers"] = numbers
         if self.settings.steps == 0 or len(images) == 0:
             return self._unadapted(images, alone=True)
         shape = tuple(images.shape[1:])
@@ -258,12 +243,9 @@ class Streams(Adapter):
             self._learned = store  # only now, so that a failed attempt loses nothing
             return prediction
 
-        store = self._learned
-        return run_fitting(store.together if isinstance(store, ReplicaStore) else self._most(shape), attempt)
-
-    def _most(self, shape: tuple[int, ...]) -> int:
-        return min(self.count, self._limit or find_most(self._networks[0], self.settings, shape))
+        planned = self._learned if isinstance(self._learned, ReplicaStore) else self._make_learner(shape)
+        return run_fitting(planned.together, attempt)
 
     def _make_learner(self, shape: tuple[int, ...], together: int | None = None) -> ReplicaStore:
-        most = together or self._most(shape)
+        most = together or min(self.count, self._limit or find_most(self._networks[0], self.settings, shape))
         return ReplicaStore(self._networks[0], self.count, most, self.method, self.settings, shape, self._padded)

@@ -9,7 +9,19 @@ import typer
 from typer import Option
 
 from testtime.cli.console import as_bad_arguments, echo, format_command, name_folder, pick_device, progress
-from testtime.cli.options import MACHINE, METHOD, MODELS, Classes, DataRoot, Device, Limit, OnBadImage, Weights
+from testtime.cli.options import (
+    MACHINE,
+    METHOD,
+    MODELS,
+    Classes,
+    DataRoot,
+    Device,
+    Jobs,
+    Limit,
+    OnBadImage,
+    Seeds,
+    Weights,
+)
 
 _PROTOCOL = "Protocol"
 _EACH = "; METHOD=VALUE for one method. May be repeated."
@@ -64,7 +76,6 @@ Original = Annotated[
     bool | None,
     Option("--original/--no-original", metavar="", help="Include the set without corruption.", show_default="included"),
 ]
-Seeds = Annotated[list[int] | None, Option(help="Seed of augmentations and order. May be repeated.", show_default="0")]
 Shuffle = Annotated[
     bool | None,
     Option("--shuffle/--no-shuffle", metavar="", help="Shuffle each set by the seed.", show_default="not shuffled"),
@@ -138,9 +149,6 @@ Together = Annotated[
     int | None,
     Option(min=1, help="Maximum number of parallel online streams.", show_default="what fits", rich_help_panel=MACHINE),
 ]
-Jobs = Annotated[
-    int, Option(min=1, help="Units that run concurrently on a CPU, one thread each.", rich_help_panel=MACHINE)
-]
 Ray = Annotated[
     str | None,
     Option(
@@ -209,46 +217,44 @@ def evaluate(
       testtime eval --network uda=uda/{set}.safetensors --data digits --out u
       testtime eval -m timm:vit_tiny_patch16_224 --weights w.pth --data photos/
     """
-    with as_bad_arguments():
-        files = _parse_networks(network or [])
+    networks = _name_networks(checkpoint, weights, classes, network or [])
 
     from testtime import evaluation
     from testtime.data import DataError
     from testtime.evaluation.recommended import describe_settings
-    from testtime.networks.sources import add_options
 
-    with as_bad_arguments():
-        checkpoint = add_options(checkpoint or "", weights, classes) or None
-    picked = pick_device(device)
+    machine: dict[str, Any] = {"device": pick_device(device), "together": together, "jobs": jobs, "ray": ray}
     out = out or name_folder("eval", context.params)
-    networks: dict[str, Any] = {"checkpoint": checkpoint, "baseline": baseline, "networks": files}
     sets: dict[str, Any] = {"data": data, "levels": levels, "corruptions": corruptions, "original": original}
+    sets |= {"data_root": data_root, "on_bad_image": on_bad_image}
     images: dict[str, Any] = {"seeds": seed, "shuffle": shuffle, "limit": limit}
     presented = {"name": protocol, "order": order, "batch": batch, "concentration": concentration}
     presented |= {"rounds": rounds, "pace": pace, "rate": rate}
     images["protocol"] = {name: value for name, value in presented.items() if value is not None}
-    settings: dict[str, Any] = {"steps": steps, "lr": lr, "copies": copies, "threshold": threshold}
-    settings["precision"] = precision
-    reading: dict[str, Any] = {"data_root": data_root, "on_bad_image": on_bad_image}
+    chosen: dict[str, Any] = {"baseline": baseline, "methods": methods, "recommended": True}
+    chosen |= {"steps": steps, "lr": lr, "copies": copies, "threshold": threshold, "precision": precision}
     with as_bad_arguments(DataError):
-        plan = evaluation.make_plan(
-            matrix, methods=methods, recommended=True, **networks, **sets, **images, **reading, **settings
-        )
-    machine: dict[str, Any] = {"device": picked, "together": together, "jobs": jobs, "ray": ray}
+        plan = evaluation.make_plan(matrix, **networks, **sets, **images, **chosen)
     with progress("evaluate", percent=True) as report:
         run = evaluation.run_plan(plan, out, command=format_command(context), progress=report, **machine)
     echo(*describe_settings(plan.methods), err=True)
     echo(*evaluation.format_run(run).split("\n"), f"{out}: written; for tables and a page: testtime report {out}")
 
 
-def _parse_networks(texts: list[str]) -> dict[str, str]:
-    """Parse NAME=FILE arguments."""
+def _name_networks(
+    checkpoint: str | None, weights: Path | None, classes: Path | None, others: list[str]
+) -> dict[str, Any]:
+    """Return the networks as arguments of `make_plan`; `others` are NAME=FILE."""
     files: dict[str, str] = {}
-    for text in texts:
-        name, equals, file = text.partition("=")
-        if not (name and equals and file):
-            raise ValueError(f"--network must be NAME=FILE, got {text!r}.")
-        if name in files:
-            raise ValueError(f"--network names {name!r} twice.")
-        files[name] = file
-    return files
+    with as_bad_arguments():
+        for text in others:
+            name, equals, file = text.partition("=")
+            if not (name and equals and file):
+                raise ValueError(f"--network must be NAME=FILE, got {text!r}.")
+            if name in files:
+                raise ValueError(f"--network names {name!r} twice.")
+            files[name] = file
+
+        from testtime.networks.sources import add_options
+
+        return {"checkpoint": add_options(checkpoint or "", weights, classes) or None, "networks": files}

@@ -16,7 +16,19 @@ from testtime.cli.console import (
     progress,
     report_skipped,
 )
-from testtime.cli.options import MACHINE, MODELS, RECIPE, Classes, DataRoot, Device, OnBadImage, Weights, open_network
+from testtime.cli.options import (
+    MODELS,
+    RECIPE,
+    Cache,
+    Classes,
+    DataRoot,
+    Device,
+    OnBadImage,
+    TrainingLimit,
+    TrainingPrecision,
+    Weights,
+    open_network,
+)
 
 Network = Annotated[
     str,
@@ -71,10 +83,6 @@ Patience = Annotated[
     ),
 ]
 Seed = Annotated[int, Option(help="Seed of order, augmentation and a new last layer.", rich_help_panel=RECIPE)]
-Precision = Annotated[
-    Literal["fp32", "tf32", "bf16"],
-    Option(help="fp32 is exact; tf32 and bf16 are several times as fast on a GPU.", rich_help_panel=RECIPE),
-]
 HoldOut = Annotated[
     int | None,
     Option(
@@ -82,15 +90,6 @@ HoldOut = Annotated[
         help="Do not train on this many images, and measure the task on them; the result is the best epoch there. "
         "0: none, the result is the last epoch.",
         show_default="a tenth",
-    ),
-]
-Limit = Annotated[int | None, Option(min=1, help="Train on at most this many images.", show_default="all")]
-Cache = Annotated[
-    Path | None,
-    Option(
-        help="Folder in which decoded photographs are cached for later runs.",
-        show_default="under the data root, for large sets",
-        rich_help_panel=MACHINE,
     ),
 ]
 
@@ -112,9 +111,9 @@ def fit_branch(
     distillation: Distillation = 1.0,
     patience: Patience = 5,
     seed: Seed = 0,
-    precision: Precision = "fp32",
+    precision: TrainingPrecision = "fp32",
     hold_out: HoldOut = None,
-    limit: Limit = None,
+    limit: TrainingLimit = None,
     on_bad_image: OnBadImage = "fail",
     cache: Cache = None,
     data_root: DataRoot = None,

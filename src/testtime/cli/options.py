@@ -42,11 +42,29 @@ DataRoot = Annotated[
 Device = Annotated[
     str, Option(help="cpu, cuda, cuda:1 or mps; auto selects a GPU if there is one.", rich_help_panel=MACHINE)
 ]
+Cache = Annotated[
+    Path | None,
+    Option(
+        help="Folder in which decoded photographs are cached for later runs.",
+        show_default="under the data root, for large sets",
+        rich_help_panel=MACHINE,
+    ),
+]
+Images = Annotated[list[Path], Argument(help="Image files, or folders of them.", show_default=False)]
+Jobs = Annotated[
+    int, Option(min=1, help="Units that run concurrently on a CPU, one thread each.", rich_help_panel=MACHINE)
+]
 Json = Annotated[bool, Option("--json", help="Print one JSON document.")]
+TrainingLimit = Annotated[int | None, Option(min=1, help="Train on at most this many images.", show_default="all")]
 Limit = Annotated[int | None, Option(min=1, help="Use at most this many images of each set.", show_default="all")]
 OnBadImage = Annotated[
     Literal["fail", "skip"],
     Option(help="Unreadable image files: fail before the work starts, or leave them out and report them."),
+]
+Seeds = Annotated[list[int] | None, Option(help="Seed of augmentations and order. May be repeated.", show_default="0")]
+TrainingPrecision = Annotated[
+    Literal["fp32", "tf32", "bf16"],
+    Option(help="fp32 is exact; tf32 and bf16 are several times as fast on a GPU.", rich_help_panel=RECIPE),
 ]
 Runs = Annotated[
     list[Path], Argument(metavar="RUN", help="Folders of runs, or their summary.json.", show_default=False)

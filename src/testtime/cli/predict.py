@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from testtime.cli.console import as_bad_arguments, echo, pick_device, progress
-from testtime.cli.options import METHOD, Checkpoint, Classes, Device, Json, Weights, open_network
+from testtime.cli.options import METHOD, Checkpoint, Classes, Device, Images, Json, Weights, open_network
 
 if TYPE_CHECKING:
     from testtime.data import DataError
@@ -22,7 +21,6 @@ _UNLIKE = (
     "It does not notice all such images."
 )
 
-Images = Annotated[list[Path], Argument(help="Image files, or folders of them.", show_default=False)]
 IsOnline = Annotated[bool, Option("--online", help="Carry the adapted network over to the next image.")]
 MethodName = Annotated[
     str | None,

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
 
 from testtime.cli.console import as_bad_arguments, echo, pick_device, progress
-from testtime.cli.options import MACHINE, METHOD, Checkpoint, Classes, Device, Weights, open_network
+from testtime.cli.options import MACHINE, METHOD, Checkpoint, Classes, Device, Images, Weights, open_network
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from testtime.serve.service import Service
 
 STREAMS, LIMITS, NETWORKING = "Streams", "Limits", "Network access"  # panels of the help
 
@@ -144,14 +150,9 @@ def serve(
       testtime serve --host 0.0.0.0 --token-file token.txt --checkpoint-every 0
       testtime serve --ray --replicas 4 --state /shared/streams
     """
-    try:
+    with _explain_missing():
         from testtime.serve import demo as serve_demo
         from testtime.serve import server
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("fastapi", "uvicorn", "starlette", "pydantic"):
-            raise
-        message = f"the service needs {missing.name}: pip install 'testtime[serve]'"
-        raise ModuleNotFoundError(message, name=missing.name) from None
     from testtime.adaptation.methods import find_method
     from testtime.evaluation.recommended import make_recommended
     from testtime.serve.service import Service
@@ -163,14 +164,8 @@ def serve(
     if demo and ray is not None:
         raise typer.BadParameter("the demo runs in one process.", param_hint="--ray")
     given: dict[str, Any] = {"slots": slots, "group": group, "checkpoint_every": checkpoint_every, "ttl": ttl}
-    given |= {"shadow": shadow, "on_collapse": on_collapse, "image_memory": not no_image_memory}
-    given |= {
-        "max_streams": max_streams,
-        "max_queue": max_queue,
-        "max_upload": max_upload,
-        "max_wait_ms": max_wait_ms,
-        "rate": rate,
-    }
+    given |= {"shadow": shadow, "on_collapse": on_collapse, "image_memory": not no_image_memory, "rate": rate}
+    given |= {"max_streams": max_streams, "max_queue": max_queue, "max_upload": max_upload, "max_wait_ms": max_wait_ms}
     given |= {"client_streams": client_streams, "host": host, "port": port, "thumbnails": thumbnails or demo}
     with contextlib.ExitStack() as stack:
         folder = state or _choose_folder(stack, demo)
@@ -187,14 +182,19 @@ def serve(
         listening = stack.enter_context(server.listen(host, port))
         with as_bad_arguments(FileError):
             service = Service(net, chosen, settings, name, precision)
-        restored = len(service.engine.residents.records)
-        url = f"http://{host}:{listening.getsockname()[1]}"
-        echo(f"restored {restored} streams from {folder}" if restored else f"state folder: {folder}", err=True)
-        echo(f"serving {name}, {method}, on {url}", err=True)
-        if demo:
-            stack.enter_context(serve_demo.Demo(service, url))
-            echo(f"open {url} in a browser and watch for a minute; Ctrl-C ends the demo", err=True)
-        _exit_unless(server.run(service, listening))
+        _run(service, listening, f"{name}, {method}", demo)
+
+
+@contextlib.contextmanager
+def _explain_missing() -> Iterator[None]:
+    """Say which extra to install if a package of the service is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("fastapi", "uvicorn", "starlette", "pydantic"):
+            raise
+        message = f"the service needs {missing.name}: pip install 'testtime[serve]'"
+        raise ModuleNotFoundError(message, name=missing.name) from None
 
 
 def _serve_on_ray(
@@ -213,6 +213,21 @@ def _serve_on_ray(
     work = cluster.Work(cluster.resolve_source(source), method, settings, device, precision)
     with as_bad_arguments(FileError):
         _exit_unless(cluster.run(work, net, address, replicas, lambda line: echo(line, err=True)))
+
+
+def _run(service: Service, listening: socket, title: str, demo: bool) -> None:
+    """Serve until the process is told to stop, and print on what address."""
+    from testtime.serve import server
+    from testtime.serve.demo import Demo
+
+    restored, folder = len(service.engine.residents.records), service.settings.state
+    url = f"http://{service.settings.host}:{listening.getsockname()[1]}"
+    echo(f"restored {restored} streams from {folder}" if restored else f"state folder: {folder}", err=True)
+    echo(f"serving {title}, on {url}", err=True)
+    with Demo(service, url) if demo else contextlib.nullcontext():
+        if demo:
+            echo(f"open {url} in a browser and watch for a minute; Ctrl-C ends the demo", err=True)
+        _exit_unless(server.run(service, listening))
 
 
 def _exit_unless(whole: bool) -> None:
@@ -241,7 +256,6 @@ def _read_token(path: Path | None) -> str | None:
 
 
 Url = Annotated[str, Argument(help="Address of the service, e.g. http://127.0.0.1:8000.", show_default=False)]
-Images = Annotated[list[Path], Argument(help="Image files, or folders of them.", show_default=False)]
 StreamName = Annotated[str, Option("--stream", help="Name of the stream.", show_default=False)]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON document a line, as it is answered.")]
 

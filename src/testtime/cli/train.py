@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -12,11 +13,12 @@ from typer import Option
 
 from testtime.checks import format_value
 from testtime.cli.console import as_bad_arguments, echo, name_folder, pick_device, progress, report_skipped
-from testtime.cli.options import MACHINE, NETWORK, RECIPE, DataRoot, Device, OnBadImage
+from testtime.cli.options import NETWORK, RECIPE, Cache, DataRoot, Device, OnBadImage, TrainingLimit, TrainingPrecision
 from testtime.progress import Progress
 
 if TYPE_CHECKING:
     from testtime.data import TestSet
+    from testtime.training import Setup
 
 _SEEDS = 1000  # maximum length of a range; each seed is a network
 
@@ -152,13 +154,6 @@ Seeds = Annotated[
         rich_help_panel=RECIPE,
     ),
 ]
-Precision = Annotated[
-    Literal["fp32", "tf32", "bf16"],
-    Option(
-        help="fp32 is exact; tf32 and bf16 are several times as fast on a GPU.",
-        rich_help_panel=RECIPE,
-    ),
-]
 HoldOut = Annotated[
     int | None,
     Option(
@@ -168,21 +163,12 @@ HoldOut = Annotated[
         show_default="none",
     ),
 ]
-Limit = Annotated[int | None, Option(min=1, help="Train on at most this many images.", show_default="all")]
 Statistics = Annotated[
     int | None,
     Option(
         min=0,
         help="Training images for the statistics stored with the network, which some methods need; 0: none.",
         show_default="2000",
-    ),
-]
-Cache = Annotated[
-    Path | None,
-    Option(
-        help="Folder in which decoded photographs are cached for later runs.",
-        show_default="under the data root, for large sets",
-        rich_help_panel=MACHINE,
     ),
 ]
 
@@ -213,9 +199,9 @@ def train(
     severity: Severity = None,
     seed: Seed = 0,
     seeds: Seeds = None,
-    precision: Precision = "fp32",
+    precision: TrainingPrecision = "fp32",
     hold_out: HoldOut = None,
-    limit: Limit = None,
+    limit: TrainingLimit = None,
     statistics: Statistics = None,
     on_bad_image: OnBadImage = "fail",
     cache: Cache = None,
@@ -247,31 +233,23 @@ def train(
         jobs = _list_jobs(out or name_folder("train", context.params), seed, seeds, target, targets)
 
     from testtime import training
-    from testtime.data import DataError
-    from testtime.networks import CheckpointError
 
-    architecture: dict[str, Any] = {"depth": depth, "width": width, "norm": norm, "size": size, "start": start}
-    architecture |= {"area": crop_area, "recipe": recipe or "paper", "patch": patch, "task": task}
-    reading: dict[str, Any] = {"root": data_root, "hold_out": hold_out, "limit": limit, "cache": cache}
-    reading["on_bad"] = on_bad_image
+    given: dict[str, Any] = {"depth": depth, "width": width, "norm": norm, "size": size, "start": start, "task": task}
+    given |= {"area": crop_area, "recipe": recipe or "paper", "patch": patch, "on_bad": on_bad_image}
+    given |= {"root": data_root, "hold_out": hold_out, "limit": limit, "cache": cache}
     changes: dict[str, Any] = {"lr": lr, "batch": batch, "weight_decay": weight_decay, "views": views}
     changes |= {"consistency": consistency, "severity": severity, "precision": precision}
     changes["method"] = None if recipe == "robust" else method
     with training.process_group(pick_device(device)) as local:
         first = training.is_first()
-        with as_bad_arguments(DataError, CheckpointError), _progress("decode", first) as report:
-            reading |= {"spare": jobs[0].target is None, "progress": report}
-            setup = training.prepare(data, network, seed=jobs[0].seed, **architecture, **reading)
-            unlabelled = _open_targets(jobs, data_root, setup.source.shape[1])
-            changed = setup.recipe.change(epochs, **changes)
+        setup, unlabelled = _prepare(jobs, data, network, given, {"epochs": epochs, **changes})
         if first:
             report_skipped(setup.skipped)
         nets = [setup.build(job.seed).to(local) for job in jobs]
         each: dict[str, Any] = {"seeds": [job.seed for job in jobs], "folders": [job.folder for job in jobs]}
+        each |= {"targets": unlabelled, "statistics": 2000 if statistics is None else statistics}
         with _progress("train", first) as report:
-            given: dict[str, Any] = {"test": setup.test, "targets": unlabelled, "progress": report, **each}
-            given["statistics"] = 2000 if statistics is None else statistics
-            training.train_together(nets, setup.source, recipe=changed, **given)
+            training.train_together(nets, setup.source, test=setup.test, recipe=setup.recipe, progress=report, **each)
     if first:
         for net, job in zip(nets, jobs, strict=True):
             echo(f"{job.folder / 'network.safetensors'}: {training.format_epoch(net.card.record['epochs'][-1])}")
@@ -324,6 +302,21 @@ def _parse_seeds(text: str) -> list[int]:
             raise ValueError(f"`seeds` must be a range or a list, e.g. 0-2 or 0,3; got {format_value(text)}.")
         seeds.extend(range(int(low), int(ends[1]) + 1))
     return list(dict.fromkeys(seeds))
+
+
+def _prepare(
+    jobs: list[_Job], data: str, network: str | None, given: dict[str, Any], changes: dict[str, Any]
+) -> tuple[Setup, list[TestSet] | None]:
+    """Prepare data, network and recipe, with changes of the recipe, and open the target sets."""
+    from testtime import training
+    from testtime.data import DataError
+    from testtime.networks import CheckpointError
+
+    with as_bad_arguments(DataError, CheckpointError), _progress("decode", training.is_first()) as report:
+        about: dict[str, Any] = {"seed": jobs[0].seed, "spare": jobs[0].target is None, "progress": report}
+        setup = training.prepare(data, network, **given, **about)
+        unlabelled = _open_targets(jobs, given["root"], setup.source.shape[1])
+        return replace(setup, recipe=setup.recipe.change(**changes)), unlabelled
 
 
 def _open_targets(jobs: list[_Job], root: Path | None, side: int) -> list[TestSet] | None:

@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from testtime.cli.console import as_bad_arguments, echo, format_command, name_folder, pick_device, progress
-from testtime.cli.options import MACHINE, METHOD, MODELS, Classes, DataRoot, Device, Limit, Weights
+from testtime.cli.options import METHOD, MODELS, Classes, DataRoot, Device, Jobs, Limit, Seeds, Weights
 
 Out = Annotated[
     Path | None,
@@ -65,10 +65,6 @@ Data = Annotated[
     ),
 ]
 Levels = Annotated[str, Option(help="Severity levels of corrupted sets: 1-5, 5 or 1,3.")]
-Seeds = Annotated[list[int] | None, Option(help="Seed of augmentations and order. May be repeated.", show_default="0")]
-Jobs = Annotated[
-    int, Option(min=1, help="Units that run concurrently on a CPU, one thread each.", rich_help_panel=MACHINE)
-]
 
 
 def tune(

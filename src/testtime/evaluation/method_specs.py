@@ -96,34 +96,12 @@ class MethodSpec:
     def __post_init__(self) -> None:
         check_name("The name of a method", self.name)
         try:
-            self._check()
-            self._settings()
+            _check(self)
+            self.make_settings()
             if self.decides:
-                self._make_calibration()
+                _make_calibration(self.settings["calibration"])
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.name}: {error}") from None
-
-    def _check(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise ValueError(f"`mode` must be one of {', '.join(get_args(Mode))}, got {format_value(self.mode)}.")
-        check_name("`network`", self.network)
-        if "=" in self.network:
-            raise ValueError(f"`network` must not contain `=`, got {self.network!r}.")
-        if not isinstance(self.method, str) or self.method not in METHODS:
-            raise ValueError(f"`method` must be one of {', '.join(METHODS)}, got {format_value(self.method)}.")
-        for name in self.settings:
-            if name not in _SETTINGS:
-                raise ValueError(f"unknown setting {format_value(name)}; available: {', '.join(_SETTINGS)}.")
-        check_entries(self.settings, _SETTINGS)
-        check_entries(self.settings.get("augment", {}), _AUGMENT)
-        if is_table(self.settings.get("guard")):
-            check_entries(self.settings["guard"], _GUARD)
-        check_entries(self.settings.get("calibration", {}), _CALIBRATION)
-        if self.decides and self.mode != "online":
-            raise ValueError("`calibration` is for online methods.")
-        idle = [name for name in self.settings if self.mode == "fixed" and name not in _INFERENCE]
-        if idle:
-            raise ValueError(f"a fixed method has no setting {', '.join(idle)}.")
 
     @property
     def fraction(self) -> float | None:
@@ -146,20 +124,14 @@ class MethodSpec:
             raise ValueError(f"{self.name}: a percentage threshold must first be resolved on a test set.")
         if self.mode == "fixed":
             return Fixed(net, **self.settings)
-        given: dict[str, Any] = {"method": self.method, **self._arguments(seed)}
+        given: dict[str, Any] = {"method": self.method, "seed": seed, **self.make_arguments()}
         if self.decides:
-            return Auto(net, calibration=self._make_calibration(), **given)
+            return Auto(net, calibration=_make_calibration(self.settings["calibration"]), **given)
         return Episodic(net, parallel=parallel, **given) if self.mode == "episodic" else Online(net, **given)
-
-    def _make_calibration(self) -> Calibration | None:
-        about: dict[str, Any] = dict(self.settings["calibration"])
-        for name, value in about.items():
-            about[name] = None if value == "never" else value
-        return Calibration(**about) if about else None
 
     def make_streams(self, net: YNet, seed: int, count: int) -> Streams:
         """Return `count` parallel streams of an online method; the threshold must be a number."""
-        return Streams(net, count, method=self.method, **self._arguments(seed))
+        return Streams(net, count, method=self.method, seed=seed, **self.make_arguments())
 
     def describe(self, net: YNet) -> dict[str, Any]:
         """Return everything that determines its predictions on a network, defaults included, JSON-serializable."""
@@ -189,37 +161,27 @@ class MethodSpec:
     @property
     def needs_batch(self) -> bool:
         """Whether predictions depend on the other images of a call, so that streams cannot share calls."""
-        return "batch" in find_method(self.method).needs or self._settings().share == "batch"
-
-    @property
-    def copies(self) -> int:
-        """Augmented copies per step."""
-        return self._settings().copies
+        return "batch" in find_method(self.method).needs or self.make_settings().share == "batch"
 
     @property
     def views(self) -> int:
         """Views per step."""
-        return self.copies * self._count_views()[0]
+        settings = self.make_settings()
+        return settings.copies * _count_views(settings)[0]
 
     @property
     def cost(self) -> int:
         """Forward passes per image; a view in a training step counts three times for its backward pass."""
-        observed = self._count_views()[1]
+        settings = self.make_settings()
+        observed = _count_views(settings)[1]
         if self.mode == "fixed":
             return observed
-        return 2 * observed + round(3 * self._settings().steps * self.views * (self.fraction or 1))
+        return 2 * observed + round(3 * settings.steps * self.views * (self.fraction or 1))
 
-    def _count_views(self) -> tuple[int, int]:
-        """Return the views that the task makes of a copy to learn from, and of a plain image to observe.
-
-        If the task is the network's, which is not known here, it is assumed to be the default of a `Card`.
-        """
-        return tasks.count_views(self._settings().task or tasks.make(Card().task))
-
-    def _settings(self) -> Settings:
+    def make_settings(self) -> Settings:
         """Return the settings of the method in its mode, with threshold 1 if it is still a percentage."""
         spec = self if self.fraction is None else self.resolve(1.0)
-        given = {"steps": 0, **self.settings} if self.mode == "fixed" else spec._arguments(0)
+        given = {"steps": 0, **self.settings} if self.mode == "fixed" else spec.make_arguments()
         return find_method(self.method).make_settings(self.mode, given)
 
     def make_arguments(self) -> dict[str, Any]:
@@ -232,8 +194,43 @@ class MethodSpec:
             given["guard"] = Guard(**given["guard"])
         return given
 
-    def _arguments(self, seed: int) -> dict[str, Any]:
-        return {"seed": seed, **self.make_arguments()}
+
+def _check(spec: MethodSpec) -> None:
+    """Check names and types, before values: a card or a study is not trusted."""
+    if spec.mode not in get_args(Mode):
+        raise ValueError(f"`mode` must be one of {', '.join(get_args(Mode))}, got {format_value(spec.mode)}.")
+    check_name("`network`", spec.network)
+    if "=" in spec.network:
+        raise ValueError(f"`network` must not contain `=`, got {spec.network!r}.")
+    if not isinstance(spec.method, str) or spec.method not in METHODS:
+        raise ValueError(f"`method` must be one of {', '.join(METHODS)}, got {format_value(spec.method)}.")
+    for name in spec.settings:
+        if name not in _SETTINGS:
+            raise ValueError(f"unknown setting {format_value(name)}; available: {', '.join(_SETTINGS)}.")
+    check_entries(spec.settings, _SETTINGS)
+    check_entries(spec.settings.get("augment", {}), _AUGMENT)
+    if is_table(spec.settings.get("guard")):
+        check_entries(spec.settings["guard"], _GUARD)
+    check_entries(spec.settings.get("calibration", {}), _CALIBRATION)
+    if spec.decides and spec.mode != "online":
+        raise ValueError("`calibration` is for online methods.")
+    idle = [name for name in spec.settings if spec.mode == "fixed" and name not in _INFERENCE]
+    if idle:
+        raise ValueError(f"a fixed method has no setting {', '.join(idle)}.")
+
+
+def _make_calibration(about: Mapping[str, Any]) -> Calibration | None:
+    """Return the calibration that a method's table describes; None, for that of the network's card, if it is empty."""
+    given: dict[str, Any] = {name: None if value == "never" else value for name, value in about.items()}
+    return Calibration(**given) if given else None
+
+
+def _count_views(settings: Settings) -> tuple[int, int]:
+    """Return the views that the task makes of a copy to learn from, and of a plain image to observe.
+
+    If the task is the network's, which is not known here, it is assumed to be the default of a `Card`.
+    """
+    return tasks.count_views(settings.task or tasks.make(Card().task))
 
 
 def _is_pair(value: Any) -> bool:

@@ -237,6 +237,8 @@ def make_plan(
         ValueError: A name is unknown, or a value is invalid or out of range.
     """
     found = read_study(study) if study is not None else {}
+    given = {"levels": levels, "corruptions": corruptions, "original": original, "shuffle": shuffle, "limit": limit}
+    found |= {name: value for name, value in given.items() if value is not None}
     wanted = [data] if isinstance(data, str) else data or found.get("data")
     if not wanted:
         raise ValueError("No test sets: pass --data, e.g. --data cifar10-c, or a study with --matrix.")
@@ -249,12 +251,7 @@ def make_plan(
     presented = read_protocol(protocol, found.get("protocol"))
     usual = not presented.joins or presented.name == "clean"
     try:
-        sets = find_sets(
-            wanted,
-            levels if levels is not None else found.get("levels"),
-            corruptions if corruptions is not None else found.get("corruptions"),
-            original if original is not None else found.get("original", usual),
-        )
+        sets = find_sets(wanted, found.get("levels"), found.get("corruptions"), found.get("original", usual))
     except ValueError as error:
         if data or study is None:
             raise
@@ -264,13 +261,10 @@ def make_plan(
         sets=sets,
         methods=tuple(chosen),
         seeds=tuple(seeds or found.get("seeds", (0,))),
-        shuffle=shuffle if shuffle is not None else found.get("shuffle", False),
-        limit=limit if limit is not None else found.get("limit"),
         data_root=None if data_root is None else str(data_root),
-        title=found.get("title", ""),
         on_bad_image=on_bad_image,
-        selection=found.get("selection", False),
         protocol=presented,
+        **{name: found[name] for name in ("shuffle", "limit", "title", "selection") if name in found},
     )
 
 

@@ -267,4 +267,4 @@ def choose_parallel(method: MethodSpec, shape: tuple[int, ...], device: torch.de
     """
     if kernels.tuning(device).waits:
         return "auto"
-    return 8 if method.copies * shape[1] * shape[2] <= 16_384 else 1
+    return 8 if method.make_settings().copies * shape[1] * shape[2] <= 16_384 else 1

@@ -98,30 +98,42 @@ def fit_branch(
         epochs, optimizer, lr, batch, weight_decay, patience, start, joint, distillation, seed, precision
     )
     with torch.inference_mode(False), torch.enable_grad():  # regardless of the caller's mode
-        device = check_networks([net])
-        given = describe_network(net)
-        train_on, held_out = _split(read_images(images, net, progress), hold_out)
-        source = make_source(train_on, batch, seed, device)
-        measured = None if held_out is None else Pool("hold_out", held_out, None, device)
-        if measured is not None and measured.shape != source.shape:
-            raise ValueError(f"`hold_out` images must have shape {source.shape}, got {measured.shape}.")
-        branch = net.ssl
-        try:
-            if net.ssl is None or start == "copy":
-                _copy_classifier(net, source.example, seed)
-            training = BranchTraining(net, recipe, source, measured)
-            configuration = {
-                "recipe": recipe.describe(),
-                "network": given,
-                "task": training.task.name,
-                "data": source.description,
-                "held_out": None if measured is None else measured.description,
-            }
-            _train(training, configuration, None if folder is None else Path(folder), progress)
-        except BaseException:  # such as a folder of another run
-            net.ssl = branch
-            raise
+        _fit(net, images, recipe, hold_out, None if folder is None else Path(folder), progress)
     return net
+
+
+def _fit(
+    net: YNet,
+    images: Images,
+    recipe: BranchRecipe,
+    hold_out: float | Tensor | TestSet,
+    folder: Path | None,
+    progress: Progress | None,
+) -> None:
+    """Train the branch, or a new one if there is none or the recipe says so; an error leaves the network its own."""
+    device = check_networks([net])
+    given = describe_network(net)
+    train_on, held_out = _split(read_images(images, net, progress), hold_out)
+    source = make_source(train_on, recipe.batch, recipe.seed, device)
+    measured = None if held_out is None else Pool("hold_out", held_out, None, device)
+    if measured is not None and measured.shape != source.shape:
+        raise ValueError(f"`hold_out` images must have shape {source.shape}, got {measured.shape}.")
+    branch = net.ssl
+    try:
+        if net.ssl is None or recipe.start == "copy":
+            _copy_classifier(net, source.example, recipe.seed)
+        training = BranchTraining(net, recipe, source, measured)
+        configuration = {
+            "recipe": recipe.describe(),
+            "network": given,
+            "task": training.task.name,
+            "data": source.description,
+            "held_out": None if measured is None else measured.description,
+        }
+        _train(training, configuration, folder, progress)
+    except BaseException:  # such as a folder of another run
+        net.ssl = branch
+        raise
 
 
 def _split(

@@ -117,7 +117,11 @@ class BranchTraining:
             arithmetic(self.recipe.precision, self.device),
         ):
             torch.manual_seed((self.recipe.seed * 1_000_003 + epoch) % 2**63)  # dropout, and the order of a loader
-            self._train_mode()
+            self.net.eval()
+            if isinstance(self.model, Replicated):
+                self.model.train(parts=("ssl",))
+            else:
+                self.net.get_submodule("ssl").train()
             for numbers, images in self.source.batches(epoch):
                 for group in self.optimizer.param_groups:
                     group["lr"] = self.recipe.lr_at(epoch + (count / known if known else 0))
@@ -134,13 +138,6 @@ class BranchTraining:
         if self.held_out is not None:
             entry["held_out_error"], entry["held_out_loss"] = self.measure(self.held_out)
         return entry | {"seconds": round(time.perf_counter() - start, 3)}
-
-    def _train_mode(self) -> None:
-        self.net.eval()
-        if isinstance(self.model, Replicated):
-            self.model.train(parts=("ssl",))
-        else:
-            self.net.get_submodule("ssl").train()
 
     def _step(self, numbers: Tensor, images: Tensor) -> Tensor:
         """Take one optimizer step; returns the terms of the loss and the task's error, `(terms + 1,)`."""
