@@ -11,26 +11,34 @@ from torch import Tensor
 
 from testtime.adaptation.prediction import Prediction
 
+_VALUES = ("loss_before", "loss_after", "confidence")
+_FLAGS = ("adapted", "rolled_back", "alarmed")
+assert [f.name for f in fields(Prediction)] == ["logits", "logits_before", *_VALUES, *_FLAGS]
 
-def make_answers(prediction: Prediction, names: Sequence[str]) -> list[dict[str, Any]]:
+
+def pack(prediction: Prediction) -> Tensor:
+    """Return everything in a prediction as one tensor of floats `(N, 2K + 6)`, on its device.
+
+    A step is copied from the device at once, since every copy costs time and lets other threads run.
+    """
+    return torch.cat([getattr(prediction, f.name).float().reshape(len(prediction), -1) for f in fields(Prediction)], 1)
+
+
+def make_answers(packed: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the answer for each image, JSON-serialisable.
 
     Args:
-        prediction: The predictions.
+        packed: Predictions as `pack` returns them, on the CPU, `(N, 2K + 6)`.
         names: Names of the classes; may be empty.
     """
-    # One copy from the device, since every copy waits for it and lets other threads run.
-    columns = [getattr(prediction, f.name).float().reshape(len(prediction), -1) for f in fields(Prediction)]
-    here = {f.name: part for f, part in zip(fields(Prediction), _split(columns), strict=True)}
-    after, before = (_classify(here[name], names) for name in ("logits", "logits_before"))
-    values = {name: _list(here[name][:, 0]) for name in ("loss_before", "loss_after", "confidence")}
-    values |= {name: here[name][:, 0].bool().tolist() for name in ("adapted", "rolled_back", "alarmed")}
-    rows = zip(after, before, zip(*values.values(), strict=True), strict=True)
-    return [{**one, "before": other, **dict(zip(values, row, strict=True))} for one, other, row in rows]
-
-
-def _split(columns: list[Tensor]) -> tuple[Tensor, ...]:
-    return torch.cat(columns, 1).cpu().split([part.shape[1] for part in columns], 1)
+    classes = (packed.shape[1] - len(_VALUES) - len(_FLAGS)) // 2
+    logits, logits_before, values, flags = packed.split([classes, classes, len(_VALUES), len(_FLAGS)], 1)
+    after, before = _classify(logits, names), _classify(logits_before, names)
+    rows = zip(after, before, _list(values), flags.bool().tolist(), strict=True)
+    return [
+        {**one, "before": other, **dict(zip(_VALUES, value)), **dict(zip(_FLAGS, flag))}  # noqa: B905 (three each)
+        for one, other, value, flag in rows
+    ]
 
 
 def _classify(logits: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 from torch import Tensor
 
 from testtime.serve import schemas
-from testtime.serve.batcher import Action, Job
 from testtime.serve.bodies import read_body, split_body
 from testtime.serve.decode import ARRAY
 from testtime.serve.limits import check_stream_id
@@ -29,6 +28,7 @@ from testtime.serve.router import Router
 from testtime.serve.service import Service
 from testtime.serve.stored import Stored
 from testtime.serve.thumbnails import describe_thumbnails
+from testtime.serve.waiting import Action, Job
 
 log = logging.getLogger(__name__)
 
@@ -155,23 +155,23 @@ def _add_changes(routes: APIRouter, service: Service, requests: _Requests) -> No
         async def change(stream: str) -> Response:
             return await requests.change(stream, act(stream))
 
-    add("reset", "Return a stream to the original network.", lambda stream: lambda e: (None, e.reset(stream)))
-    add("freeze", "Answer without learning.", lambda stream: lambda e: (None, e.freeze(stream, True)))
-    add("unfreeze", "Learn again.", lambda stream: lambda e: (None, e.freeze(stream, False)))
-    add("pin", "Let a stream stay resident.", lambda stream: lambda e: (None, e.pin(stream, True)))
-    add("unpin", "Let a stream be evicted again.", lambda stream: lambda e: (None, e.pin(stream, False)))
+    add("reset", "Return a stream to the original network.", lambda stream: lambda e: (None, e.changes.reset(stream)))
+    add("freeze", "Answer without learning.", lambda stream: lambda e: (None, e.changes.freeze(stream, True)))
+    add("unfreeze", "Learn again.", lambda stream: lambda e: (None, e.changes.freeze(stream, False)))
+    add("pin", "Let a stream stay resident.", lambda stream: lambda e: (None, e.changes.pin(stream, True)))
+    add("unpin", "Let a stream be evicted again.", lambda stream: lambda e: (None, e.changes.pin(stream, False)))
 
     @routes.post("/streams/{stream}/rollback", tags=["streams"])
     async def rollback(stream: str, version: Version = None) -> Response:
         """Return a stream to a former version."""
-        return await requests.change(stream, lambda engine: engine.roll_back(stream, version))
+        return await requests.change(stream, lambda engine: engine.changes.roll_back(stream, version))
 
     @routes.get("/streams/{stream}/export", tags=["streams"], **schemas.EXPORT)
     async def export(stream: str) -> Response:
         """Download the adapted network of a stream, a file for `testtime.load`."""
         service.check_ready()
         service.find_record(check_stream_id(stream))
-        content = await requests.submit(Job(stream, action=lambda engine: (engine.export(stream), None)))
+        content = await requests.submit(Job(stream, action=lambda engine: (engine.changes.export(stream), None)))
         headers = {"Content-Disposition": f'attachment; filename="{stream}.safetensors"'}
         return Response(content, media_type="application/octet-stream", headers=headers)
 
