@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,15 +14,15 @@ from testtime.adaptation.prediction import Prediction
 
 _VALUES = ("loss_before", "loss_after", "confidence")
 _FLAGS = ("adapted", "rolled_back", "alarmed")
-assert [f.name for f in fields(Prediction)] == ["logits", "logits_before", *_VALUES, *_FLAGS]
 
 
 def pack(prediction: Prediction) -> Tensor:
     """Return everything in a prediction as one tensor of floats `(N, 2K + 6)`, on its device.
 
-    A step is copied from the device at once, since every copy costs time and lets other threads run.
+    A step is copied from the device at once, in few calls: each of them lets other threads run, and waits for them.
     """
-    return torch.cat([getattr(prediction, f.name).float().reshape(len(prediction), -1) for f in fields(Prediction)], 1)
+    values = torch.stack([getattr(prediction, name) for name in (*_VALUES, *_FLAGS)], 1)
+    return torch.cat([prediction.logits, prediction.logits_before, values], 1).float()
 
 
 def make_answers(packed: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -31,18 +32,17 @@ def make_answers(packed: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
         packed: Predictions as `pack` returns them, on the CPU, `(N, 2K + 6)`.
         names: Names of the classes; may be empty.
     """
-    classes = (packed.shape[1] - len(_VALUES) - len(_FLAGS)) // 2
-    logits, logits_before, values, flags = packed.split([classes, classes, len(_VALUES), len(_FLAGS)], 1)
-    after, before = _classify(logits, names), _classify(logits_before, names)
-    rows = zip(after, before, _list(values), flags.bool().tolist(), strict=True)
+    count, classes = len(packed), (packed.shape[1] - len(_VALUES) - len(_FLAGS)) // 2
+    logits, others = packed[:, : 2 * classes].reshape(2 * count, classes), packed[:, 2 * classes :].numpy()
+    both = _classify(logits.numpy(), logits.softmax(-1).numpy(), names)  # after and before, in turn
+    rows = zip(both[::2], both[1::2], _list(others[:, : len(_VALUES)]), others[:, len(_VALUES) :] != 0, strict=True)
     return [
-        {**one, "before": other, **dict(zip(_VALUES, value)), **dict(zip(_FLAGS, flag))}  # noqa: B905 (three each)
-        for one, other, value, flag in rows
+        {**one, "before": other, **dict(zip(_VALUES, values)), **dict(zip(_FLAGS, flags.tolist()))}  # noqa: B905
+        for one, other, values, flags in rows
     ]
 
 
-def _classify(logits: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
-    probabilities = _list(logits.softmax(-1))
+def _classify(logits: np.ndarray, probabilities: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
     return [
         {
             "class": number,
@@ -50,15 +50,15 @@ def _classify(logits: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
             "probability": row[number],
             "probabilities": row,
         }
-        for number, row in zip(logits.argmax(-1).tolist(), probabilities, strict=True)
+        for number, row in zip(logits.argmax(-1).tolist(), _list(probabilities), strict=True)
     ]
 
 
-def _list(values: Tensor) -> list[Any]:
-    """Return values as lists, with None for those that are not finite, which JSON does not have."""
-    if values.isfinite().all():
+def _list(values: np.ndarray) -> list[Any]:
+    """Return rows as lists, with None for values that are not finite, which JSON does not have."""
+    if np.isfinite(values).all():
         return values.tolist()
-    return [_list(row) if row.dim() else row.item() if row.isfinite() else None for row in values]
+    return [[value if math.isfinite(value) else None for value in row] for row in values.tolist()]
 
 
 def replace_answer(answer: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:

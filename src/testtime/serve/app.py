@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any
@@ -221,6 +222,8 @@ class _Requests:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._done: deque[asyncio.Future[None]] = deque()
+        self._woken = False
         self._pool = ThreadPoolExecutor(service.decoder.workers + 1, thread_name_prefix="testtime-decode")
 
     async def read_images(self, request: Request) -> list[Tensor]:
@@ -246,8 +249,27 @@ class _Requests:
 
     async def submit(self, job: Job) -> Any:
         """Return the result of a job, which goes on even if nobody waits for it any more."""
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[None] = loop.create_future()
         future: Future[Any] = self._service.batcher.submit(job)
-        return await asyncio.shield(asyncio.wrap_future(future))
+        future.add_done_callback(lambda _: self._wake(loop, waiting))
+        await waiting
+        return future.result()
+
+    def _wake(self, loop: asyncio.AbstractEventLoop, waiting: asyncio.Future[None]) -> None:
+        """Let a request go on, from another thread; the loop is woken once for all that are done meanwhile."""
+        self._done.append(waiting)
+        if self._woken or loop.is_closed():
+            return
+        self._woken = True
+        loop.call_soon_threadsafe(self._go_on)
+
+    def _go_on(self) -> None:
+        self._woken = False  # first: whoever is done from now on wakes the loop again
+        while self._done:
+            waiting = self._done.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
 
     async def change(self, stream: str, action: Action) -> Response:
         """Change a stream and show it."""

@@ -30,7 +30,7 @@ class Step:
         self._copied: Any = None
         if packed.is_cuda:
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(packed.device))
         self.error: Exception | None = None
         """Why the step failed, once it `is_done`."""
 
