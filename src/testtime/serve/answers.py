@@ -35,10 +35,10 @@ def make_answers(packed: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
     count, classes = len(packed), (packed.shape[1] - len(_VALUES) - len(_FLAGS)) // 2
     logits, others = packed[:, : 2 * classes].reshape(2 * count, classes), packed[:, 2 * classes :].numpy()
     both = _classify(logits.numpy(), logits.softmax(-1).numpy(), names)  # after and before, in turn
-    rows = zip(both[::2], both[1::2], _list(others[:, : len(_VALUES)]), others[:, len(_VALUES) :] != 0, strict=True)
+    values, flags = _list(others[:, : len(_VALUES)]), (others[:, len(_VALUES) :] != 0).tolist()
     return [
-        {**one, "before": other, **dict(zip(_VALUES, values)), **dict(zip(_FLAGS, flags.tolist()))}  # noqa: B905
-        for one, other, values, flags in rows
+        {**after, "before": before, **dict(zip(_VALUES, numbers)), **dict(zip(_FLAGS, truths))}  # noqa: B905
+        for after, before, numbers, truths in zip(both[::2], both[1::2], values, flags, strict=True)
     ]
 
 

@@ -250,6 +250,9 @@ class _Requests:
     async def submit(self, job: Job) -> Any:
         """Return the result of a job, which goes on even if nobody waits for it any more."""
         loop = asyncio.get_running_loop()
+        if len(job.images) == 1:
+            # After all other requests that have arrived were read: they come at once, and share a step.
+            await asyncio.sleep(0)
         waiting: asyncio.Future[None] = loop.create_future()
         future: Future[Any] = self._service.batcher.submit(job)
         future.add_done_callback(lambda _: self._wake(loop, waiting))

@@ -50,13 +50,16 @@ class Pipeline:
     def may_launch(self, ready: Sequence[Job]) -> bool:
         """Return whether to launch a step now, rather than later, together with more requests.
 
+        While others are to be settled, single images wait for as many as in the last step: a step of few costs nearly
+        as much of this thread's time. Requests of several images begin at once, since others can join them.
+
         Args:
             ready: The requests that could take part.
         """
         self._look()
-        if not self._running:
+        if self.is_empty:
             return True
-        return len(self._running) < _LAUNCHED and (len(ready) >= self.last or any(job.outputs for job in ready))
+        return len(self._running) < _LAUNCHED and (len(ready) >= self.last or any(len(job.images) > 1 for job in ready))
 
     def launch(self, jobs: list[Job]) -> None:
         """Start a step with the next image of each request; if that fails, the requests do."""

@@ -77,6 +77,7 @@ class Waiting:
         self.images = 0
         """Number of waiting images."""
         self.is_stopping = False
+        self._wanted = 1  # streams with a request that somebody waits for; waking for each takes time from others
 
     def add(self, job: Job) -> None:
         """Add a request.
@@ -98,7 +99,8 @@ class Waiting:
                     raise Refusal(409, f"This stream is busy: {len(queue)} of its requests are waiting.", retry_after=1)
                 queue.append(job)
             self.images += size
-            self.changed.notify_all()
+            if job.stream is None or len(self._queues) >= self._wanted:
+                self.changed.notify_all()
 
     def stop(self) -> None:
         """Refuse new requests from now on."""
@@ -123,10 +125,12 @@ class Waiting:
     def wait_for_more(self, wanted: int, deadline: float) -> None:
         """Wait until so many streams have a request, or until a time."""
         with self.changed:
+            self._wanted = wanted
             while len(self.list_ready()) < wanted and not self.is_stopping:
                 left = deadline - time.perf_counter()
                 if left <= 0 or not self.changed.wait(left):
                     break
+            self._wanted = 1
 
     def is_busy(self, stream: str) -> bool:
         """Return whether a stream has a request."""
