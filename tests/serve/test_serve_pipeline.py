@@ -18,6 +18,7 @@ from serving import METHOD, image, make_online, make_service, open_engine, submi
 from testtime import Guard
 from testtime.serve import engine as engine_module
 from testtime.serve.engine import Engine
+from testtime.serve.slots import Slots
 from testtime.serve.step import Step
 from testtime.serve.waiting import Job
 
@@ -161,6 +162,16 @@ def test_a_stream_in_flight_is_not_evicted(tmp_path: Path, device: Device) -> No
         device.running.set()
         assert found(first.result(60), second.result(60)) == [*expect([0]), *expect([1])]
         assert found(submit(batcher, "a", image(2)).result(60)) == expect([0, 2])[1:]
+
+
+def test_busy_streams_keep_their_slots() -> None:
+    slots = Slots(2)
+    slots.take("a")
+    slots.take("b")
+    assert slots.find_evicted(["c"]) == ["a"]
+    assert slots.find_evicted(["c"], busy={"a"}) == ["b"]
+    assert slots.fit(["c", "d"], busy={"a"}) == ["c"]
+    assert slots.fit(["c", "a"], busy={"a", "b"}) == ["a"]
 
 
 def test_changes_and_the_next_request_wait_for_the_one_in_flight(tmp_path: Path, device: Device) -> None:
