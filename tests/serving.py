@@ -20,12 +20,13 @@ from torch import Tensor
 import adapters
 from testtime import Method, Online, YNet
 from testtime.serve.app import make_app
-from testtime.serve.batcher import Batcher, Job
+from testtime.serve.batcher import Batcher
 from testtime.serve.decode import Decoder
 from testtime.serve.engine import Engine
 from testtime.serve.server import listen
 from testtime.serve.service import Service
 from testtime.serve.settings import ServeSettings
+from testtime.serve.waiting import Job
 
 METHOD = Method("ttt", "", "", settings={"copies": 2, "lr": 0.01}, needs=("branch",))
 TOKEN = "a-token-of-some-length"

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from serving import METHOD, image, make_online, network, open_engine, submit
 from testtime import METHODS, Fixed, Guard, Online, Streams
-from testtime.serve.batcher import Batcher, Job
+from testtime.serve.batcher import Batcher
 from testtime.serve.refusal import Refusal
+from testtime.serve.waiting import Job
 
 
 def run(batcher: Batcher, stream: str, act: Any) -> Any:
@@ -123,36 +124,36 @@ def test_reset_rollback_and_freeze(tmp_path: Path) -> None:
         ask(batcher, "a", *range(6))
         expected = expect([*range(6), 6, 7])
         assert found(ask(batcher, "a", 6)) == expected[6:7]
-        run(batcher, "a", lambda engine: (None, engine.freeze("a", True)))
+        run(batcher, "a", lambda engine: (None, engine.changes.freeze("a", True)))
         frozen = [ask(batcher, "a", 7) for _ in range(2)]
         assert found(frozen[0]) == found(frozen[1]) != expected[7:]
         assert not frozen[0]["answers"][0]["adapted"]
-        run(batcher, "a", lambda engine: (None, engine.freeze("a", False)))
+        run(batcher, "a", lambda engine: (None, engine.changes.freeze("a", False)))
         assert found(ask(batcher, "a", 7)) == expected[7:]  # nothing was learned or counted meanwhile
         version = engine.residents.records["a"].version
         assert version == 8
-        assert run(batcher, "a", lambda engine: engine.roll_back("a")) == 6
+        assert run(batcher, "a", lambda engine: engine.changes.roll_back("a")) == 6
         assert engine.residents.records["a"].version == 9
         assert found(ask(batcher, "a", 6, 7)) == expected[6:]
-        run(batcher, "a", lambda engine: (None, engine.reset("a")))
+        run(batcher, "a", lambda engine: (None, engine.changes.reset("a")))
         assert found(ask(batcher, "a", 0, 1)) == expected[:2]
         assert engine.residents.writer.folder.list_versions("a") == [6, 11]
         with pytest.raises(Refusal, match="these are stored: 6, 11"):
-            run(batcher, "a", lambda engine: engine.roll_back("a", 7))
-        assert run(batcher, "a", lambda engine: engine.roll_back("a", 11)) == 11
+            run(batcher, "a", lambda engine: engine.changes.roll_back("a", 7))
+        assert run(batcher, "a", lambda engine: engine.changes.roll_back("a", 11)) == 11
         assert found(ask(batcher, "a", 8)) == expect([*range(8), 8])[8:]
 
 
 def test_pinned_streams_stay(tmp_path: Path) -> None:
     with open_engine(tmp_path, slots=2) as (engine, batcher):
         ask(batcher, "a", 0)
-        run(batcher, "a", lambda engine: (None, engine.pin("a", True)))
+        run(batcher, "a", lambda engine: (None, engine.changes.pin("a", True)))
         for name in "bcd":
             ask(batcher, name, 0)
             assert "a" in engine.residents.slots
         with pytest.raises(Refusal, match="one must not be pinned"):
-            run(batcher, "d", lambda engine: (None, engine.pin("d", True)))
-        run(batcher, "a", lambda engine: (None, engine.pin("a", False)))
+            run(batcher, "d", lambda engine: (None, engine.changes.pin("d", True)))
+        run(batcher, "a", lambda engine: (None, engine.changes.pin("a", False)))
         ask(batcher, "b", 0), ask(batcher, "c", 0)
         assert "a" not in engine.residents.slots
 
@@ -313,7 +314,7 @@ def test_shadow_mode_answers_as_the_original_network_and_learns(tmp_path: Path) 
 def test_the_exported_network_is_the_adapted_one(tmp_path: Path) -> None:
     with open_engine(tmp_path / "state") as (_, batcher):
         ask(batcher, "a", 0, 1, 2)
-        content = run(batcher, "a", lambda engine: (engine.export("a"), None))
+        content = run(batcher, "a", lambda engine: (engine.changes.export("a"), None))
     (tmp_path / "network").write_bytes(content)
     online = make_online()
     online.predict(torch.stack([image(seed) for seed in range(3)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import socket
 import struct
 import zipfile
 import zlib
@@ -18,6 +19,7 @@ import pytest
 from PIL import Image
 
 from serving import as_array, as_picture, image, open_client, send
+from testtime.serve import bodies
 from testtime.serve.decode import Decoder
 from testtime.serve.refusal import Refusal
 
@@ -229,3 +231,13 @@ def test_a_picture_that_takes_too_long_costs_its_decoder_only() -> None:
     assert len(decoder.decode("image/png", as_picture())) == 1  # another process
     decoder.close()
     assert not any(one.is_alive for one in decoder._all)
+
+
+def test_a_body_that_comes_too_slowly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_SECONDS", 0.2)
+    with open_client(tmp_path) as (client, _):
+        with socket.create_connection((client.base_url.host, client.base_url.port), 10) as slow:
+            head = f"POST /v1/streams/a/predict HTTP/1.1\r\nHost: {client.base_url.netloc.decode()}\r\n"
+            slow.sendall(f"{head}Content-Type: {NPY}\r\nContent-Length: {len(GOOD)}\r\n\r\n".encode() + GOOD[:100])
+            assert slow.recv(1000).startswith(b"HTTP/1.1 408")
+        assert send(client, "a", image(0)).status_code == 200

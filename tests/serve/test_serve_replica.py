@@ -16,13 +16,13 @@ import torch
 import uvicorn
 
 from serving import METHOD, as_array, image, make_online, network
-from testtime.serve.batcher import Job
 from testtime.serve.decode import Decoder
 from testtime.serve.lease import Beats, LeaseLost
 from testtime.serve.peers import Call, merge_metrics
 from testtime.serve.replica import STOP, Replica
 from testtime.serve.server import listen
 from testtime.serve.settings import ServeSettings
+from testtime.serve.waiting import Job
 
 SECRET = "known-to-replicas"
 CLIENTS: dict[str, httpx.Client] = {}  # by the names of replicas

@@ -28,7 +28,7 @@ from testtime import augment as augmentations
 from testtime import kernels, tasks
 from testtime.adaptation.batching import choose_fastest, find_most, run_fitting
 from testtime.adaptation.guard import gate
-from testtime.adaptation.inputs import check_images, check_samples
+from testtime.adaptation.inputs import check_images, check_samples, send
 from testtime.adaptation.learner import Learner
 from testtime.adaptation.methods import METHODS, Method, Mode, find_method
 from testtime.adaptation.objectives import Entropy
@@ -128,9 +128,7 @@ class Adapter(Stateful):
             with arithmetic(self.settings.precision or "fp32", self.device), self._all_or_nothing():
                 # Copies, since autograd cannot save tensors made in inference mode; contiguous, since the memory format
                 # decides how products are rounded.
-                given = {"copy": True, "memory_format": torch.contiguous_format}
-                copies = (tensor.detach().to(self.device, **given) for tensor in (images, numbers))
-                prediction = self._predict(*copies)
+                prediction = self._predict(*(send(tensor, self.device) for tensor in (images, numbers)))
                 self._counts = self._counts + torch.stack([prediction.adapted.sum(), prediction.rolled_back.sum()])
                 self.seen += len(images)
         return prediction

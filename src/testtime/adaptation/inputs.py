@@ -7,6 +7,8 @@ from torch import Tensor
 
 from testtime.networks.ynet import YNet
 
+_STAGED = 4 << 20  # bytes
+
 
 def check_images(net: YNet, images: Tensor) -> None:
     """Check images for a network.
@@ -53,3 +55,13 @@ def check_streams(streams: Tensor, images: int, count: int) -> None:
     numbers = streams.tolist()
     if len(set(numbers)) < images or min(numbers, default=0) < 0 or max(numbers, default=0) >= count:
         raise ValueError(f"`streams` must be different numbers from 0 to {count - 1}, got {numbers}.")
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a contiguous copy on a device; a small one does not wait for what the device is computing."""
+    tensor = tensor.detach()
+    from_cpu = device.type == "cuda" and tensor.device.type == "cpu"
+    if from_cpu and 0 < tensor.nbytes <= _STAGED and not tensor.is_pinned():
+        return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+    # A pinned tensor is the caller's, who may change it as soon as the call returns.
+    return tensor.to(device, copy=True, memory_format=torch.contiguous_format)

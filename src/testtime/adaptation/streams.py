@@ -10,7 +10,7 @@ from torch import Tensor
 
 from testtime.adaptation.adapters import Adapter, copy_network
 from testtime.adaptation.batching import find_most, run_fitting
-from testtime.adaptation.inputs import check_images, check_streams
+from testtime.adaptation.inputs import check_images, check_streams, send
 from testtime.adaptation.methods import Method
 from testtime.adaptation.optimizers import has_rows, is_rowwise
 from testtime.adaptation.prediction import Prediction
@@ -99,7 +99,7 @@ class Streams(Adapter):
         elif isinstance(images, Tensor) and images.dim() == 4 and len(images) != self.count:
             raise ValueError(f"`images` must be one for each of the {self.count} streams, got {len(images)}.")
         with self._lock, torch.inference_mode(False):
-            self._streams = None if streams is None else streams.to(self.device, copy=True)
+            self._streams = None if streams is None else send(streams, self.device)
             return super().predict(images, samples)
 
     def observe(self, images: Tensor, streams: Tensor) -> Prediction:
@@ -180,7 +180,7 @@ class Streams(Adapter):
         """
         check_streams(streams, len(streams), self.count)
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            chosen, store = streams.to(self.device, copy=True), self._learned
+            chosen, store = send(streams, self.device), self._learned
             numbers = self._extra["numbers"][chosen]
             saved = store.unload().take(chosen) if isinstance(store, ReplicaStore) else None
 

@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from testtime.adaptation.prediction import Prediction
 
+_VALUES = ("loss_before", "loss_after", "confidence")
+_FLAGS = ("adapted", "rolled_back", "alarmed")
 
-def make_answers(prediction: Prediction, names: Sequence[str]) -> list[dict[str, Any]]:
+
+def pack(prediction: Prediction) -> Tensor:
+    """Return everything in a prediction as one tensor of floats `(N, 2K + 6)`, on its device.
+
+    A step is copied from the device at once, in few calls: each of them lets other threads run, and waits for them.
+    """
+    values = torch.stack([getattr(prediction, name) for name in (*_VALUES, *_FLAGS)], 1)
+    return torch.cat([prediction.logits, prediction.logits_before, values], 1).float()
+
+
+def make_answers(packed: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the answer for each image, JSON-serialisable.
 
     Args:
-        prediction: The predictions.
+        packed: Predictions as `pack` returns them, on the CPU, `(N, 2K + 6)`.
         names: Names of the classes; may be empty.
     """
-    # One copy from the device, since every copy waits for it and lets other threads run.
-    columns = [getattr(prediction, f.name).float().reshape(len(prediction), -1) for f in fields(Prediction)]
-    here = {f.name: part for f, part in zip(fields(Prediction), _split(columns), strict=True)}
-    after, before = (_classify(here[name], names) for name in ("logits", "logits_before"))
-    values = {name: _list(here[name][:, 0]) for name in ("loss_before", "loss_after", "confidence")}
-    values |= {name: here[name][:, 0].bool().tolist() for name in ("adapted", "rolled_back", "alarmed")}
-    rows = zip(after, before, zip(*values.values(), strict=True), strict=True)
-    return [{**one, "before": other, **dict(zip(values, row, strict=True))} for one, other, row in rows]
+    count, classes = len(packed), (packed.shape[1] - len(_VALUES) - len(_FLAGS)) // 2
+    logits, others = packed[:, : 2 * classes].reshape(2 * count, classes), packed[:, 2 * classes :].numpy()
+    both = _classify(logits.numpy(), logits.softmax(-1).numpy(), names)  # after and before, in turn
+    values, flags = _list(others[:, : len(_VALUES)]), (others[:, len(_VALUES) :] != 0).tolist()
+    return [
+        {**after, "before": before, **dict(zip(_VALUES, numbers)), **dict(zip(_FLAGS, truths))}  # noqa: B905
+        for after, before, numbers, truths in zip(both[::2], both[1::2], values, flags, strict=True)
+    ]
 
 
-def _split(columns: list[Tensor]) -> tuple[Tensor, ...]:
-    return torch.cat(columns, 1).cpu().split([part.shape[1] for part in columns], 1)
-
-
-def _classify(logits: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
-    probabilities = _list(logits.softmax(-1))
+def _classify(logits: np.ndarray, probabilities: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
     return [
         {
             "class": number,
@@ -42,15 +50,15 @@ def _classify(logits: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
             "probability": row[number],
             "probabilities": row,
         }
-        for number, row in zip(logits.argmax(-1).tolist(), probabilities, strict=True)
+        for number, row in zip(logits.argmax(-1).tolist(), _list(probabilities), strict=True)
     ]
 
 
-def _list(values: Tensor) -> list[Any]:
-    """Return values as lists, with None for those that are not finite, which JSON does not have."""
-    if values.isfinite().all():
+def _list(values: np.ndarray) -> list[Any]:
+    """Return rows as lists, with None for values that are not finite, which JSON does not have."""
+    if np.isfinite(values).all():
         return values.tolist()
-    return [_list(row) if row.dim() else row.item() if row.isfinite() else None for row in values]
+    return [[value if math.isfinite(value) else None for value in row] for row in values.tolist()]
 
 
 def replace_answer(answer: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:

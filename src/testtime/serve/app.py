@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any
@@ -17,7 +18,6 @@ from starlette.exceptions import HTTPException
 from torch import Tensor
 
 from testtime.serve import schemas
-from testtime.serve.batcher import Action, Job
 from testtime.serve.bodies import read_body, split_body
 from testtime.serve.decode import ARRAY
 from testtime.serve.limits import check_stream_id
@@ -29,6 +29,7 @@ from testtime.serve.router import Router
 from testtime.serve.service import Service
 from testtime.serve.stored import Stored
 from testtime.serve.thumbnails import describe_thumbnails
+from testtime.serve.waiting import Action, Job
 
 log = logging.getLogger(__name__)
 
@@ -155,23 +156,23 @@ def _add_changes(routes: APIRouter, service: Service, requests: _Requests) -> No
         async def change(stream: str) -> Response:
             return await requests.change(stream, act(stream))
 
-    add("reset", "Return a stream to the original network.", lambda stream: lambda e: (None, e.reset(stream)))
-    add("freeze", "Answer without learning.", lambda stream: lambda e: (None, e.freeze(stream, True)))
-    add("unfreeze", "Learn again.", lambda stream: lambda e: (None, e.freeze(stream, False)))
-    add("pin", "Let a stream stay resident.", lambda stream: lambda e: (None, e.pin(stream, True)))
-    add("unpin", "Let a stream be evicted again.", lambda stream: lambda e: (None, e.pin(stream, False)))
+    add("reset", "Return a stream to the original network.", lambda stream: lambda e: (None, e.changes.reset(stream)))
+    add("freeze", "Answer without learning.", lambda stream: lambda e: (None, e.changes.freeze(stream, True)))
+    add("unfreeze", "Learn again.", lambda stream: lambda e: (None, e.changes.freeze(stream, False)))
+    add("pin", "Let a stream stay resident.", lambda stream: lambda e: (None, e.changes.pin(stream, True)))
+    add("unpin", "Let a stream be evicted again.", lambda stream: lambda e: (None, e.changes.pin(stream, False)))
 
     @routes.post("/streams/{stream}/rollback", tags=["streams"])
     async def rollback(stream: str, version: Version = None) -> Response:
         """Return a stream to a former version."""
-        return await requests.change(stream, lambda engine: engine.roll_back(stream, version))
+        return await requests.change(stream, lambda engine: engine.changes.roll_back(stream, version))
 
     @routes.get("/streams/{stream}/export", tags=["streams"], **schemas.EXPORT)
     async def export(stream: str) -> Response:
         """Download the adapted network of a stream, a file for `testtime.load`."""
         service.check_ready()
         service.find_record(check_stream_id(stream))
-        content = await requests.submit(Job(stream, action=lambda engine: (engine.export(stream), None)))
+        content = await requests.submit(Job(stream, action=lambda engine: (engine.changes.export(stream), None)))
         headers = {"Content-Disposition": f'attachment; filename="{stream}.safetensors"'}
         return Response(content, media_type="application/octet-stream", headers=headers)
 
@@ -221,6 +222,8 @@ class _Requests:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._done: deque[asyncio.Future[None]] = deque()
+        self._woken = False
         self._pool = ThreadPoolExecutor(service.decoder.workers + 1, thread_name_prefix="testtime-decode")
 
     async def read_images(self, request: Request) -> list[Tensor]:
@@ -246,8 +249,30 @@ class _Requests:
 
     async def submit(self, job: Job) -> Any:
         """Return the result of a job, which goes on even if nobody waits for it any more."""
+        loop = asyncio.get_running_loop()
+        if len(job.images) == 1:
+            # After all other requests that have arrived were read: they come at once, and share a step.
+            await asyncio.sleep(0)
+        waiting: asyncio.Future[None] = loop.create_future()
         future: Future[Any] = self._service.batcher.submit(job)
-        return await asyncio.shield(asyncio.wrap_future(future))
+        future.add_done_callback(lambda _: self._wake(loop, waiting))
+        await waiting
+        return future.result()
+
+    def _wake(self, loop: asyncio.AbstractEventLoop, waiting: asyncio.Future[None]) -> None:
+        """Let a request go on, from another thread; the loop is woken once for all that are done meanwhile."""
+        self._done.append(waiting)
+        if self._woken or loop.is_closed():
+            return
+        self._woken = True
+        loop.call_soon_threadsafe(self._go_on)
+
+    def _go_on(self) -> None:
+        self._woken = False  # first: whoever is done from now on wakes the loop again
+        while self._done:
+            waiting = self._done.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
 
     async def change(self, stream: str, action: Action) -> Response:
         """Change a stream and show it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from email.message import Message
 from email.parser import BytesHeaderParser
 
@@ -31,17 +32,14 @@ async def read_body(request: Request, limit: int) -> bytes:
         await _discard(request)
         raise too_large
     parts: list[bytes] = []
-
-    async def read() -> None:
-        total = 0
-        async for part in request.stream():
-            total += len(part)
-            if total > limit:
-                raise too_large
-            parts.append(part)
-
+    total = 0
     try:
-        await asyncio.wait_for(read(), _SECONDS)
+        async with _deadline(_SECONDS):
+            async for part in request.stream():
+                total += len(part)
+                if total > limit:
+                    raise too_large
+                parts.append(part)
     except Refusal:
         await _discard(request)
         raise
@@ -53,6 +51,32 @@ async def read_body(request: Request, limit: int) -> bytes:
     if not content:
         raise Refusal(400, "The body is empty; it must be an image.")
     return content
+
+
+@contextlib.asynccontextmanager
+async def _deadline(seconds: float) -> AsyncIterator[None]:
+    """Raise `TimeoutError` after some time, like `asyncio.timeout` of Python 3.11.
+
+    Not `asyncio.wait_for`, whose task waits for all others: most bodies have already arrived.
+    """
+    task, expired = asyncio.current_task(), False
+    assert task is not None
+
+    def expire() -> None:
+        nonlocal expired
+        expired = True
+        task.cancel()
+
+    timer = asyncio.get_running_loop().call_later(seconds, expire)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not expired:
+            raise
+        getattr(task, "uncancel", int)()  # Python 3.10 does not count them
+        raise asyncio.TimeoutError from None
+    finally:
+        timer.cancel()
 
 
 async def _discard(request: Request) -> None:

@@ -97,8 +97,10 @@ class Decoder:
         if images.ndim != 4 or images.shape[1:] != self.shape or not 1 <= len(images) <= _IMAGES:
             wanted = "×".join(map(str, self.shape))
             raise Refusal(422, f"The array must be an image {wanted}, or up to {_IMAGES} of them.")
-        values = images.astype(np.float32) / np.float32(255 if images.dtype == np.uint8 else 1)
-        if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 1):
+        values = images.astype(np.float32)
+        if images.dtype == np.uint8:
+            values /= np.float32(255)
+        elif not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 1):
             raise Refusal(422, "Floats must be in [0, 1].")
         return list(torch.from_numpy(np.ascontiguousarray(values)).unbind())
 

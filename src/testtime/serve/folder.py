@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,14 +23,11 @@ from torch import Tensor
 from testtime.checks import check_format, is_table_of, is_text
 from testtime.serve.lease import Leases, hash_stream
 from testtime.serve.record import StreamRecord
+from testtime.serve.stream_files import FORMAT, KEY, StreamFiles
 from testtime.storage import FileError, clear_parts, hold_folder, read_json, write_atomic
-from testtime.tensorfile import read_description, read_tensors, write_tensors
+from testtime.tensorfile import write_tensors
 
-log = logging.getLogger(__name__)
-
-_KEY = "testtime-stream"
 _FORMAT = 1
-_VERSION = re.compile(r"version-(\d{1,18})\.safetensors")
 
 
 class StateFolder:
@@ -67,59 +62,27 @@ class StateFolder:
         for folder in sorted((self.path / "streams").iterdir()):
             if not folder.is_dir():
                 continue
-            for path in self._list_files(folder):
-                try:
-                    record = self._read_record(path, read_description(path, _KEY))
-                except FileError as error:
-                    log.warning("%s", error)
-                    continue
-                if self._folder(record.id) == folder:
-                    yield record
-                    break
-            else:
-                if any(folder.iterdir()):
-                    yield folder
-                elif self.leases is None:
-                    folder.rmdir()  # left by a stream that could not be written
+            record = StreamFiles(folder).read_record(
+                lambda record, folder=folder: self._files(record.id).path == folder
+            )
+            if record is not None:
+                yield record
+            elif any(folder.iterdir()):
+                yield folder
+            elif self.leases is None:
+                folder.rmdir()  # left by a stream that could not be written
 
     def read(self, stream: str, version: int | None = None) -> tuple[StreamRecord, dict[str, Tensor]]:
-        """Read a stream's state, or a former version; a damaged state is replaced by the newest readable version.
-
-        Raises:
-            FileError: There is none.
-        """
-        folder = self._folder(stream)
-        files = self._list_files(folder) if version is None else [folder / f"version-{version}.safetensors"]
-        fault = FileError(folder, "no such stream")
-        for path in files:
-            try:
-                about, tensors = read_tensors(path, _KEY)
-                return self._read_record(path, about), tensors
-            except FileError as error:  # noqa: PERF203 (few files)
-                log.warning("%s", error)
-                fault = error
-        raise fault
+        """Read a stream's state, or a former version; see `StreamFiles.read`."""
+        return self._files(stream).read(version)
 
     def list_versions(self, stream: str) -> list[int]:
         """Return the former versions that are stored, ascending."""
-        folder = self._folder(stream)
-        if not folder.is_dir():
-            return []
-        found = (_VERSION.fullmatch(name) for name in os.listdir(folder))
-        return sorted(int(match[1]) for match in found if match)
+        return self._files(stream).list_versions()
 
     def find_record(self, stream: str) -> StreamRecord | None:
         """Return the record of a stream, if it is stored and readable."""
-        return self.read_record(self._folder(stream))
-
-    def read_record(self, folder: Path) -> StreamRecord | None:
-        """Return the record of the stream in a folder, if there is a readable one."""
-        for path in self._list_files(folder):
-            try:
-                return self._read_record(path, read_description(path, _KEY))
-            except FileError as error:  # noqa: PERF203 (few files)
-                log.warning("%s", error)
-        return None
+        return self._files(stream).read_record()
 
     def write(
         self, stream: str, record: Mapping[str, Any], tensors: Mapping[str, Tensor], store: bool, fence: int = 0
@@ -137,43 +100,30 @@ class StateFolder:
             LeaseLost: The stream has another owner now.
             OSError: It cannot be written; the former state is still there.
         """
-        folder = self._folder(stream)
-        state = folder / "state.safetensors"
+        files = self._files(stream)
         # With leases, the lock is held only while files get their names, not while they are written.
-        staged = state if self.leases is None else folder / f".state-{fence}.part"
+        staged = files.state if self.leases is None else files.path / f".state-{fence}.part"
         try:
-            write_tensors(staged, tensors, _KEY, {"format": _FORMAT, "record": record})
+            write_tensors(staged, tensors, KEY, {"format": FORMAT, "record": record})
             with self._guard(stream, fence):
-                if staged != state:
-                    os.replace(staged, state)
+                if staged != files.state:
+                    os.replace(staged, files.state)
                 if store and self._versions:
-                    self._store_version(stream, record["version"])
+                    files.store_version(record["version"], self._versions)
         finally:
-            if staged != state:
+            if staged != files.state:
                 staged.unlink(missing_ok=True)
-
-    def _store_version(self, stream: str, number: int) -> None:
-        folder = self._folder(stream)
-        state = folder / "state.safetensors"
-        version = folder / f"version-{number}.safetensors"
-        version.unlink(missing_ok=True)
-        try:
-            os.link(state, version)  # the state is replaced, not changed, by the next one
-        except OSError:
-            shutil.copyfile(state, version)
-        for old in self.list_versions(stream)[: -self._versions]:
-            (folder / f"version-{old}.safetensors").unlink(missing_ok=True)
 
     def drop_version(self, stream: str, version: int) -> None:
         """Remove a former version."""
         fence = 0 if self.leases is None else self.leases.held.get(stream, 0)
         with contextlib.suppress(TimeoutError), self._guard(stream, fence):
-            (self._folder(stream) / f"version-{version}.safetensors").unlink(missing_ok=True)
+            self._files(stream).find_version(version).unlink(missing_ok=True)
 
     def delete(self, stream: str, fence: int = 0) -> None:
         """Remove everything of a stream; `fence` as in `write`."""
         with self._guard(stream, fence):
-            shutil.rmtree(self._folder(stream), ignore_errors=True)
+            shutil.rmtree(self._files(stream).path, ignore_errors=True)
 
     def count(self) -> int:
         """Return the number of streams of all processes that share the folder, stored or not yet."""
@@ -199,22 +149,5 @@ class StateFolder:
             write_atomic(path, json.dumps({"format": _FORMAT, "identity": self._identity}, indent=1))
         (self.path / "streams").mkdir(exist_ok=True)
 
-    def _folder(self, stream: str) -> Path:
-        return self.path / "streams" / hash_stream(stream)
-
-    def _list_files(self, folder: Path) -> list[Path]:
-        """Return the files of a stream that exist, the newest first."""
-        if not folder.is_dir():
-            return []
-        numbers = sorted((int(m[1]) for m in map(_VERSION.fullmatch, os.listdir(folder)) if m), reverse=True)
-        files = [folder / "state.safetensors", *(folder / f"version-{number}.safetensors" for number in numbers)]
-        return [path for path in files if path.exists()]
-
-    def _read_record(self, path: Path, about: dict[str, Any] | None) -> StreamRecord:
-        if about is None:
-            raise FileError(path, "has no description")
-        check_format(path, about.get("format"), _FORMAT)
-        try:
-            return StreamRecord.parse(about.get("record") or {})
-        except ValueError as error:
-            raise FileError(path, f"its record is malformed: {error}") from None
+    def _files(self, stream: str) -> StreamFiles:
+        return StreamFiles(self.path / "streams" / hash_stream(stream))

@@ -82,13 +82,17 @@ class Residents:
         if self.writer.fault is not None:
             raise Refusal(503, f"No new streams: states cannot be written ({self.writer.fault}).", retry_after=10)
 
-    def admit(self, streams: Collection[str]) -> dict[str, Refusal]:
+    def admit(self, streams: Collection[str], busy: Collection[str] = ()) -> dict[str, Refusal]:
         """Make streams resident, new ones too; at most as many as `Slots.fit` returns.
+
+        Args:
+            streams: The streams.
+            busy: Others that must not be evicted.
 
         Returns:
             Those that could not be loaded, and why.
         """
-        evicted = self.slots.find_evicted(streams)
+        evicted = self.slots.find_evicted(streams, busy)
         if evicted:
             self._evict(evicted)
         refused: dict[str, Refusal] = {}

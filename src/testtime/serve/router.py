@@ -13,7 +13,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from testtime.serve.batcher import Job
 from testtime.serve.bodies import read_body
 from testtime.serve.lease import Lease, LeaseLost
 from testtime.serve.limits import STREAM_ID
@@ -21,6 +20,7 @@ from testtime.serve.middleware import is_forwarded, name_client
 from testtime.serve.peers import MOVED, Call, Peers, Reply
 from testtime.serve.refusal import Refusal
 from testtime.serve.service import Service
+from testtime.serve.waiting import Job
 
 _STREAM = re.compile(f"/v1/streams/({STREAM_ID})(/[a-z]+)?")
 _LONGER = 5.0  # seconds to wait for a stream, beyond those after which its owner is taken to be lost

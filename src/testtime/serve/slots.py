@@ -37,20 +37,22 @@ class Slots:
         """Note that a resident stream is used."""
         self._slots.move_to_end(stream)
 
-    def fit(self, streams: Collection[str]) -> list[str]:
-        """Return the first of the given streams, as many as can be resident at once beside the pinned ones."""
-        held, chosen = {stream for stream in self.pinned if stream in self._slots}, []
+    def fit(self, streams: Collection[str], busy: Collection[str] = ()) -> list[str]:
+        """Return the first of the given streams, as many as can be resident at once beside pinned and busy ones."""
+        held, chosen = {stream for stream in (*self.pinned, *busy) if stream in self._slots}, []
         for stream in streams:
-            if len(held | {stream}) <= self.count:
+            if stream in held or len(held) < self.count:
                 held.add(stream)
                 chosen.append(stream)
         return chosen
 
-    def find_evicted(self, needed: Collection[str]) -> list[str]:
+    def find_evicted(self, needed: Collection[str], busy: Collection[str] = ()) -> list[str]:
         """Return which streams have to go so that all `needed` ones can be resident; they fit, see `fit`."""
         missing = sum(stream not in self._slots for stream in needed) - len(self._free)
-        candidates = [stream for stream in self._slots if stream not in self.pinned and stream not in needed]
-        return candidates[: max(0, missing)]
+        if missing <= 0:
+            return []
+        staying = {*self.pinned, *needed, *busy}
+        return [stream for stream in self._slots if stream not in staying][:missing]
 
     def take(self, stream: str) -> int:
         """Give a free slot to a stream; returns the slot."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from testtime.serve.folder import StateFolder
 from testtime.serve.record import StreamRecord
+from testtime.serve.stream_files import StreamFiles
 
 
 class Stored:
@@ -32,7 +33,7 @@ class Stored:
                 identity, known = (status.st_ino, status.st_mtime_ns), self._known.get(entry.name)
                 if known is not None and known[0] == identity:
                     found[entry.name] = known
-                elif (record := self._folder.read_record(Path(entry.path))) is not None:
+                elif (record := StreamFiles(Path(entry.path)).read_record()) is not None:
                     record.answers = {}
                     found[entry.name] = identity, record
         self._known = found
