@@ -2,15 +2,26 @@
 
     python benchmarks/models.py --quick                             # nothing to install, about a minute
     python benchmarks/models.py --out results/models-cpu.json       # with timm, torchvision and transformers
+    python benchmarks/models.py --out results/models-cpu.json --resume   # the models that are not in the file yet
     python benchmarks/models.py --device cuda                       # also 16 streams at once
     python benchmarks/models.py --device cuda --large               # at 224×224, see large_models.py
 
-Every model has random weights and is split by `testtime.split` at about two thirds of its depth; the learning rate is
-so low that no update is undone, `undone` is the share that is, since that takes time too. An image is answered
-after a step on 32 augmented, rotated copies of it, by `Online` and by the naive loop, which makes each copy as a Pillow
-picture, and starts every round with a copy of the network. Both take turns, eight images each, on two threads; the
-speed is the median over the rounds of the naive time divided by ours. Both compute in their default precision: on a
-GPU, TF32 in all layers for us, in convolutions alone for torch.
+Every model has random weights and is split by `testtime.split` at about two thirds of its depth. Scales of Batch
+Normalization that start at zero, as the last of each residual block in timm's ResNets, are set to 0.5 for both sides
+(`scales_filled` counts them): next to zero, gradients become denormal numbers, which processors compute slowly, and
+more of them with the model's statistics than with those of the batch. The learning rate is so low that no update is
+undone; `undone` is the share that is, since that takes time too.
+
+An image is answered after a step on 32 augmented, rotated copies of it, by `Online` and by the naive loop. They do not
+do the same otherwise:
+
+    naive    makes each copy as a Pillow picture; Batch Normalization uses the statistics of the batch; answers with one
+             forward pass of the image; copies the network at the start of every round
+    Online   makes all copies as one tensor; Batch Normalization uses the model's statistics; measures the loss on the
+             image in four rotations before and after the step, the guard copies the parameters and tests their values
+
+Both take turns, eight images each, on two threads; the speed is the median over the rounds of the naive time divided by
+ours. Both compute in their default precision: on a GPU, TF32 in all layers for us, in convolutions alone for torch.
 
 Peak memory is measured in a process for each, as the growth of the resident set, or of what torch takes from the GPU,
 from when the network is there; `copies` is how many more copies of the network's parameters `Online` takes than the
@@ -142,9 +153,20 @@ def make_network(name: str, device: str) -> tuple[tt.YNet, Tensor]:
     """Return a model as a network, and images for it on the CPU, `(16, 3, H, W)`."""
     torch.manual_seed(0)
     model = (OWN | OTHERS)[name]()
+    fill_zero_scales(model)
     net = model if isinstance(model, tt.YNet) else tt.split(model, size=SIZE, mean=(0.5,), std=(0.5,))
     size = net.card.size or SIZE
     return net.to(device).eval(), torch.randint(0, 256, (STREAMS, 3, size, size), dtype=torch.uint8)
+
+
+@torch.no_grad()
+def fill_zero_scales(model: nn.Module) -> int:
+    """Set the scales of Batch Normalization that are all zero to 0.5; returns how many layers that were."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    zero = [norm.weight for norm in norms if norm.affine and not norm.weight.any()]
+    for scale in zero:
+        scale.fill_(0.5)
+    return len(zero)
 
 
 def make_naive(net: tt.YNet) -> Callable[[Tensor], Any]:
@@ -182,6 +204,7 @@ def compare(name: str, options: argparse.Namespace) -> Row:
         for kind, (answer, images) in work.items():
             times[kind].append(take_time(lambda do=answer, given=images: do(given), options.device) / len(images))
     row: Row = {"model": name, "cut": net.cut, "size": pool.shape[-1]}
+    row["scales_filled"] = fill_zero_scales((OWN | OTHERS)[name]())
     row |= {"rounds": len(times["online"]), "images": options.images}
     row["parameters"] = sum(parameter.numel() for parameter in net.parameters())
     row |= {f"{kind}_ms": round(1000 * statistics.median(times[kind]), 1) for kind in work}
@@ -284,11 +307,26 @@ def summarise(rows: list[Row]) -> Row:
     return made | ({"most_copies": max(copies)} if copies else {})
 
 
+def read_finished(path: Path | None, head: Row) -> list[Row]:
+    """Return the rows of an interrupted run on the same hardware with the same versions."""
+    if path is None or not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    same = all(found.get(key) == head[key] for key in ("hardware", "versions"))
+    return found["rows"] if same else []
+
+
 def run(options: argparse.Namespace) -> None:
     document = describe(options.device)
+    if options.resume:
+        document["rows"] = read_finished(options.out, document)
+        document |= summarise(document["rows"]) if document["rows"] else {}
+    finished = {row["model"] for row in document["rows"]}
     print(f"{document['hardware']}; " + ", ".join(f"{name} {text}" for name, text in document["versions"].items()))
     print(f"{COPIES} copies; parameters, time per image of the naive loop → Online, speed, peak memory, copies")
     for name in options.only or (OWN if options.quick else OTHERS):
+        if name in finished:
+            continue
         try:
             row = compare(name, options)
             row |= compare_memory(name, row["parameters"], options.device)
@@ -329,6 +367,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="seconds to measure each model")
     parser.add_argument("--images", type=int, default=8, help="images per round, up to 16")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --out that this version measured")
     parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.large and options.device != "cuda" and not options.tiny:
@@ -337,6 +376,8 @@ def main() -> None:
         parser.error(f"`--only` must be among {', '.join(large_models.MODELS)}.")
     if not 1 <= options.images <= STREAMS:
         parser.error(f"`--images` must be in [1, {STREAMS}], got {options.images}.")
+    if options.resume and not options.out:
+        parser.error("`--resume` needs `--out`.")
     options.seconds = options.seconds or (4.0 if options.quick else 20.0)
     torch.set_num_threads(THREADS)
     if options.memory:

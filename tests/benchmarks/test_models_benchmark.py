@@ -86,6 +86,42 @@ def test_the_table_and_the_file(
     assert all(name in printed for name in (*names, "nowhere model"))
 
 
+def test_finished_rows_of_the_same_version_are_kept(models: ModuleType, tmp_path: Path) -> None:
+    out, rows = tmp_path / "models.json", [{"model": TINY, "speed": 1.0}]
+    head = {"hardware": "two cores", "versions": {"torch": "2"}}
+    assert models.read_finished(out, head) == []
+    out.write_text(json.dumps(head | {"rows": rows}))
+    assert models.read_finished(out, head) == rows
+    assert models.read_finished(out, head | {"versions": {"torch": "3"}}) == []
+
+
+def test_a_resumed_run_measures_only_what_is_missing(
+    models: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured: list[str] = []
+
+    def compare(name: str, options: Any) -> dict[str, Any]:
+        measured.append(name)
+        return {"model": name, "speed": 1.0, "parameters": 1, "naive_ms": 1.0, "online_ms": 1.0}
+
+    monkeypatch.setattr(models, "compare", compare)
+    monkeypatch.setattr(models, "compare_memory", lambda *_: {})
+    out, names = tmp_path / "models.json", ["testtime resnet26", TINY]
+    for only in (names[:1], names):
+        monkeypatch.setattr(sys, "argv", ["models.py", "--only", *only, "--out", str(out), "--resume"])
+        models.main()
+    assert measured == names
+    assert [row["model"] for row in json.loads(out.read_text())["rows"]] == names
+
+
+def test_scales_of_zero_are_filled_and_others_are_not(models: ModuleType) -> None:
+    layers = nn.BatchNorm2d(2), nn.BatchNorm2d(2), nn.LayerNorm(2)
+    nn.init.zeros_(layers[0].weight)
+    nn.init.zeros_(layers[2].weight)
+    assert models.fill_zero_scales(nn.Sequential(*layers)) == 1
+    assert [layer.weight.tolist() for layer in layers] == [[0.5, 0.5], [1, 1], [0, 0]]
+
+
 def test_the_full_run_has_the_models_of_three_libraries(models: ModuleType) -> None:
     libraries = [name.split()[0] for name in models.OTHERS]
     assert {library: libraries.count(library) for library in libraries} == {
