@@ -19,6 +19,7 @@ PACKAGE = Path(kernels.__file__).parent.parent
 KERNELS = PACKAGE / "kernels"
 ROWS = [(*key, kernel) for key, rows in kernels.TABLE.items() for kernel in rows]
 MAY_ASK = {
+    "adaptation/inputs.py": {"cuda"},  # moves tensors
     "cli/console.py": {"cuda"},  # chooses a device
     "doctor.py": {"cuda"},  # names the device
     "precision.py": {"cuda"},  # sets what torch computes with
