@@ -59,6 +59,8 @@ class Pipeline:
         self._look()
         if self.is_empty:
             return True
+        if self._running and self._launched and self._launched[0].outputs[-1][0] not in self._running:
+            return False  # the device is busy meanwhile, and the next requests of these streams can take part
         return len(self._running) < _LAUNCHED and (len(ready) >= self.last or any(len(job.images) > 1 for job in ready))
 
     def launch(self, jobs: list[Job]) -> None:
