@@ -8,9 +8,9 @@
 
 Every model has random weights and is split by `testtime.split` at about two thirds of its depth. Scales of Batch
 Normalization that start at zero, as the last of each residual block in timm's ResNets, are set to 0.5 for both sides
-(`scales_filled` counts them): next to zero, gradients become denormal numbers, which processors compute slowly, and
-more of them with the model's statistics than with those of the batch. The learning rate is so low that no update is
-undone; `undone` is the share that is, since that takes time too.
+(`scales_filled` counts them): next to zero, gradients become denormal numbers, which processors compute slowly. As
+they are made, these models are slower than in the table, `Online` more so than the naive loop. The learning rate is so
+low that no update is undone; `undone` is the share that is, since that takes time too.
 
 An image is answered after a step on 32 augmented, rotated copies of it, by `Online` and by the naive loop. They do not
 do the same otherwise:
