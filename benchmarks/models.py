@@ -8,9 +8,9 @@
 
 Every model has random weights and is split by `testtime.split` at about two thirds of its depth. Scales of Batch
 Normalization that start at zero, as the last of each residual block in timm's ResNets, are set to 0.5 for both sides
-(`scales_filled` counts them): next to zero, gradients become denormal numbers, which processors compute slowly, and
-more of them with the model's statistics than with those of the batch. The learning rate is so low that no update is
-undone; `undone` is the share that is, since that takes time too.
+(`scales_filled` counts them): next to zero, gradients become denormal numbers, which processors compute slowly. As
+they are made, these models are slower than in the table, `Online` more so than the naive loop. The learning rate is so
+low that no update is undone; `undone` is the share that is, since that takes time too.
 
 An image is answered after a step on 32 augmented, rotated copies of it, by `Online` and by the naive loop. They do not
 do the same otherwise:
@@ -34,6 +34,7 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import hashlib
 import importlib
 import importlib.metadata
 import json
@@ -281,6 +282,12 @@ def format_row(row: Row) -> str:
     return f"{row['model']:38s} {row['parameters'] / 1e6:6.1f} M  {times}  {row['speed']:5.2f} ×{streams} {memory}"
 
 
+def hash_code() -> str:
+    """Return a hash of the package's code and of this file, which change between versions, too."""
+    files = [*sorted(Path(tt.__file__).parent.rglob("*.py")), Path(__file__)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
 def describe(device: str) -> Row:
     """Return the head of the result file."""
     machine = describe_machine(torch.device(device))
@@ -293,6 +300,7 @@ def describe(device: str) -> Row:
         "command": shlex.join(["python", "benchmarks/models.py", *sys.argv[1:]]),
         "hardware": torch.cuda.get_device_name() if device == "cuda" else processor,
         "versions": versions,
+        "code": hash_code(),
         "load_average_before": round(os.getloadavg()[0], 2),
         "rows": [],
         "skipped": {},
@@ -308,11 +316,11 @@ def summarise(rows: list[Row]) -> Row:
 
 
 def read_finished(path: Path | None, head: Row) -> list[Row]:
-    """Return the rows of an interrupted run on the same hardware with the same versions."""
+    """Return the rows of an interrupted run of the same code and versions on the same hardware."""
     if path is None or not path.exists():
         return []
     found = json.loads(path.read_text())
-    same = all(found.get(key) == head[key] for key in ("hardware", "versions"))
+    same = all(found.get(key) == head[key] for key in ("hardware", "versions", "code"))
     return found["rows"] if same else []
 
 
@@ -367,7 +375,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="seconds to measure each model")
     parser.add_argument("--images", type=int, default=8, help="images per round, up to 16")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
-    parser.add_argument("--resume", action="store_true", help="keep the rows of --out that this version measured")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --out that the same code measured")
     parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.large and options.device != "cuda" and not options.tiny:

@@ -86,13 +86,14 @@ def test_the_table_and_the_file(
     assert all(name in printed for name in (*names, "nowhere model"))
 
 
-def test_finished_rows_of_the_same_version_are_kept(models: ModuleType, tmp_path: Path) -> None:
+def test_finished_rows_of_the_same_code_are_kept(models: ModuleType, tmp_path: Path) -> None:
     out, rows = tmp_path / "models.json", [{"model": TINY, "speed": 1.0}]
-    head = {"hardware": "two cores", "versions": {"torch": "2"}}
+    head = {"hardware": "two cores", "versions": {"torch": "2"}, "code": "a"}
     assert models.read_finished(out, head) == []
     out.write_text(json.dumps(head | {"rows": rows}))
     assert models.read_finished(out, head) == rows
     assert models.read_finished(out, head | {"versions": {"torch": "3"}}) == []
+    assert models.read_finished(out, head | {"code": "b"}) == []
 
 
 def test_a_resumed_run_measures_only_what_is_missing(
