@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters import network, pictures, same
+from adapters import close, network, pictures, same
 from loops import sharpen
-from testtime import METHODS, Online, Streams, collect
+from testtime import METHODS, Online, Streams, collect, kernels
 from testtime.adaptation.streams import YNet
 
 pytestmark = [
@@ -149,3 +149,18 @@ def test_padding_needs_a_number() -> None:
 
 def test_which_methods_hold_images() -> None:
     assert {name for name, method in METHODS.items() if method.holds_images} == {"rehearsal", "rotta"}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_parameters_of_a_stream_do_not_depend_on_how_many_are_computed_together(
+    padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where kernels read filters in an order of their own, as on a GPU, and the network has only few of such layers."""
+    monkeypatch.setattr(kernels, "has_filters_innermost", lambda stacked: stacked.dim() == 5)
+    net, given = network("group"), {"copies": 2, "lr": 0.01}
+    streams, online = Streams(net, COUNT, together=3, padded=padded, **given), Online(net, **given)
+    for call, company in enumerate(((1,), (1, 3), (0, 1, 2, 3), (1,), (2, 1))):
+        images = pictures(len(company), seed=call)
+        expected = online.predict(images[company.index(1)][None])
+        assert close(of(streams, images, *company)[[company.index(1)]], expected, 1e-4)
+        streams.import_streams(torch.tensor([1]), streams.export_streams(torch.tensor([1])))

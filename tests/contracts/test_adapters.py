@@ -610,7 +610,7 @@ def test_a_failing_save_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("name", REMEMBERING)
+@pytest.mark.parametrize("name", ["fixed", "episodic", *REMEMBERING])
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda adapter: pickle.loads(pickle.dumps(adapter))])
 def test_a_copy_goes_on_as_the_original_and_goes_its_own_way(name: str, twin: Callable[[Adapter], Adapter]) -> None:
     """Also one that was pickled, as other processes get it."""

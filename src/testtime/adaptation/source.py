@@ -34,6 +34,7 @@ class Source:
     """
 
     def __init__(self, net: YNet, method: Method, settings: Settings, shape: tuple[int, ...]) -> None:
+        self._given = net, method, settings, shape
         device = next(net.parameters()).device
         example = Draws.of(0, torch.arange(2, device=device)).uniform(*shape)
         self._replicas = Replicas(net, 1, (), example, check_precision(settings.precision))
@@ -62,6 +63,9 @@ class Source:
             return prediction
         features = run_fitting(most, lambda count: self._embed(images.split(count)))
         return replace(prediction, logits=self._correction(prediction.logits, features))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Source, self._given  # a copy makes its own replicas, since CUDA streams cannot be copied
 
     def _observe(self, chunks: tuple[Tensor, ...]) -> Observation:
         parts = [self._objective.observe(chunk[None]) for chunk in chunks]

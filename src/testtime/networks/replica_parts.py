@@ -39,10 +39,21 @@ class PlainPart(nn.Module):
 
 
 class StackedPart(nn.Module):
-    """A part that processes the concatenated batches of its replicas."""
+    """A part that processes the concatenated batches of its replicas.
 
-    def __init__(self, module: nn.Module, count: int, own: Collection[int] | None = None) -> None:
+    Args:
+        module: The part.
+        count: Number of replicas.
+        own: The ids of the layers to replicate; None for all.
+        accelerated: Whether a single replica would be stacked too. Only then may filters be stored as kernels read
+            them, because the parameters of a replica must not depend on how many are computed together.
+    """
+
+    def __init__(
+        self, module: nn.Module, count: int, own: Collection[int] | None = None, accelerated: bool = False
+    ) -> None:
         super().__init__()
+        self.accelerated = accelerated
         stacking = Stacking(count, own)
         self.inner = stack_layers(module, stacking)
         self.bare = BareParameters(stacking.bare.values())
@@ -209,13 +220,14 @@ def replicate(
     Raises:
         ReplicaError: Its code cannot compute several replicas together.
     """
-    if count == 1 and not is_accelerated(module, inputs):
+    accelerated = is_accelerated(module, inputs)
+    if count == 1 and not accelerated:
         return DirectPart(module)
     reason = find_unknown_layer(module)
     if reason is None and inputs is not None:
         reason = _find_difference(module, inputs, count=2)
     if reason is None:
-        return StackedPart(module, count, own)
+        return StackedPart(module, count, own, accelerated)
     if count == 1:
         return DirectPart(module)
     log.info("replicas of the %s go through vmap: %s", name, reason)

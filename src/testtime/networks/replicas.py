@@ -92,8 +92,8 @@ class Replicas:
             if name in self.tensors:
                 self.tensors[name].copy_(buffer)  # the example may have changed it
         parameters = {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)}
-        stacked = tuple(f"{name}." for name, part in self.parts.items() if isinstance(part, StackedPart))
-        innermost = {name for name in parameters if name.startswith(stacked)}
+        stacked = [name for name, part in self.parts.items() if isinstance(part, StackedPart) and part.accelerated]
+        innermost = {name for name in parameters if name.partition(".")[0] in stacked}
         self.packed = PackedParameters(parameters, count, self._mean.device, innermost)
         buffers = [tensor for tensor in self.tensors.values() if not isinstance(tensor, nn.Parameter)]
         self.pieces = [self.packed.numbers, *buffers]
