@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from serving import METHOD, image, make_online, make_service, open_engine, submit
 from testtime import Guard
-from testtime.serve import engine as engine_module
+from testtime.kernels.graphs import HostCopy
+from testtime.serve import step as step_module
 from testtime.serve.engine import Engine
 from testtime.serve.slots import Slots
-from testtime.serve.step import Step
 from testtime.serve.waiting import Job
 
 
@@ -29,11 +30,11 @@ class Device:
     def __init__(self) -> None:
         self.launched, self.failing, self.running = 0, set[int](), threading.Event()
         self.running.set()
-        self._steps: queue.Queue[LaterStep | None] = queue.Queue()
+        self._steps: queue.Queue[LaterCopy | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def launch(self, step: LaterStep) -> None:
+    def launch(self, step: LaterCopy) -> None:
         self.launched += 1
         step.number = self.launched
         self._steps.put(step)
@@ -56,31 +57,32 @@ class Device:
             step.reveal(step.number in self.failing)
 
 
-class LaterStep(Step):
-    """A step whose outputs are NaN until the device has computed them."""
+class LaterCopy(HostCopy):
+    """Outputs that are NaN until the device has computed them."""
 
     device: Device
     number = 0
+    is_asynchronous = True
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._values, self._event, self._failed = self._outputs.clone(), threading.Event(), False
-        self._outputs.fill_(torch.nan)
-        self._copied = self
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor.clone())
+        self._values, self._event, self._failed = self.tensor.clone(), threading.Event(), False
+        self.tensor.fill_(torch.nan)
         self.device.launch(self)
 
     def reveal(self, failed: bool) -> None:
         self._failed = failed
         if not failed:
-            self._outputs.copy_(self._values)
+            self.tensor.copy_(self._values)
         self._event.set()
 
-    def query(self) -> bool:
+    @property
+    def is_done(self) -> bool:
         if self._event.is_set():
-            self.synchronize()
+            self.wait()
         return self._event.is_set()
 
-    def synchronize(self) -> None:
+    def wait(self) -> None:
         assert self._event.wait(60)
         if self._failed:
             raise RuntimeError("an illegal memory access")
@@ -89,8 +91,8 @@ class LaterStep(Step):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device()
-    monkeypatch.setattr(LaterStep, "device", made, raising=False)
-    monkeypatch.setattr(engine_module, "Step", LaterStep)
+    monkeypatch.setattr(LaterCopy, "device", made, raising=False)
+    monkeypatch.setattr(step_module, "HostCopy", LaterCopy)
     yield made
     made.close()
 

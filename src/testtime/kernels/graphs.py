@@ -153,6 +153,37 @@ class Concurrent:
             self._kept.clear()
 
 
+class HostCopy:
+    """A copy of a tensor on the CPU, which need not be there yet; on a CPU it is.
+
+    Args:
+        tensor: The tensor; it may still be computed.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.to("cpu", non_blocking=True)  # from CUDA into pinned memory
+        """The copy, to be read once it `is_done`."""
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(tensor.device))
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether it was not there from the start."""
+        return self._copied is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the copy can be read without waiting; raises what the device reports."""
+        return self._copied is None or self._copied.query()
+
+    def wait(self) -> None:
+        """Wait for the copy; raises what the device reports."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
 def on_side_stream(function: Callable[..., list[Tensor]], device: torch.device) -> Callable[..., list[Tensor]]:
     """Wrap a function for another thread so that it does not wait for work still running on the device."""
     if device.type != "cuda":

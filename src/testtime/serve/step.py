@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from testtime.kernels.graphs import HostCopy
 
 
 class Step:
@@ -26,11 +27,7 @@ class Step:
         self._order, self._has_fixed, self.begin = order, fixed is not None, begin
         given = [*parts] if fixed is None else [*parts, fixed]
         packed = given[0] if len(given) == 1 else torch.cat(given)
-        self._outputs = packed.to("cpu", non_blocking=True)  # into pinned memory
-        self._copied: Any = None
-        if packed.is_cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(packed.device))
+        self._outputs = HostCopy(packed)
         self.error: Exception | None = None
         """Why the step failed, once it `is_done`."""
 
@@ -40,13 +37,13 @@ class Step:
     @property
     def is_asynchronous(self) -> bool:
         """Whether the outputs are computed after the step is launched."""
-        return self._copied is not None
+        return self._outputs.is_asynchronous
 
     @property
     def is_done(self) -> bool:
         """Whether the outputs can be read without waiting."""
         try:
-            return self._copied is None or self._copied.query()
+            return self._outputs.is_done
         except Exception as error:
             self.error = error
             return True
@@ -54,14 +51,13 @@ class Step:
     def wait(self) -> None:
         """Wait for the outputs."""
         try:
-            if self._copied is not None:
-                self._copied.synchronize()
+            self._outputs.wait()
         except Exception as error:
             self.error = error
 
     def take(self, image: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the outputs of an image, `(F,)`, and those of the original network in shadow mode."""
-        outputs, row = self._outputs.numpy(), self._order[image]
+        outputs, row = self._outputs.tensor.numpy(), self._order[image]
         return outputs[row], outputs[len(self._order) + image] if self._has_fixed else None
 
 
