@@ -5,10 +5,11 @@
     python results/measure.py --all                         # hours on one H200
 
 A step is a `testtime` command, run from the root of the repository: `train-` steps train a network, `fit-` steps a
-branch for one, the others evaluate. Its run folder is `runs/STEP`; an interrupted step is resumed. Its result is then
-copied here: the record of a training, the summary of an evaluation. Needs CIFAR-10, and CIFAR-10-C made with the frost
-photographs, under $TESTTIME_DATA, see docs/results.md (without CIFAR-10-C, frost is procedural); for the steps on
-photographs the eight classes of ImageNet in `photographs/`, see docs/results/photographs.md.
+branch for one, `tune-` steps choose settings, the others evaluate. Its run folder is `runs/STEP`; an interrupted step
+is resumed. Its result is then copied here: the record of a training, the choice, the summary of an evaluation. Needs
+CIFAR-10, and CIFAR-10-C made with the frost photographs, under $TESTTIME_DATA, see docs/results.md (without CIFAR-10-C,
+frost is procedural); for the steps on photographs the eight classes of ImageNet in `photographs/`, see
+docs/results/photographs.md.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from testtime.provenance import describe_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, RUNS = ROOT / "results", ROOT / "runs"
@@ -116,6 +122,18 @@ PROTOCOLS = {
     "memo": f"--methods memo {SOME}",
 }
 """Name → arguments of the comparison of methods."""
+SELECTED = "-c runs/selection-joint/network.safetensors --precision tf32"
+TUNINGS = {
+    "ttt": f"{SELECTED} --method ttt --lr 0.001 --limit 3000",
+    "mirrored": f"{SELECTED} --method mirrored --lr 0.0005,0.001,0.002 --limit 3000",
+    "rehearsal": f"{SELECTED} --method rehearsal --lr 0.0005,0.001,0.002 --constant weight=0.5,1,2 --constant drift=0 "
+    "--limit 3000",
+    "memory": f"{SELECTED} --method rehearsal --lr 0.0005 --constant weight=2.0 --constant drift=0 "
+    "--constant memory=0,16,64,256 --limit 3000",
+    "drift": f"{SELECTED} --method rehearsal --lr 0.0005 --constant weight=2.0 --constant drift=0,1.2,1.5,2,3 "
+    "--levels 1-5 --limit 2000",
+}
+"""Name → arguments of `testtime tune`; the last two have what the one before has chosen."""
 HELD_OUT = "--data cifar10-held-out-c --levels 5 --methods fixed,online --precision bf16 --shuffle"
 LEVEL_5 = "--data cifar10-c --levels 5 --methods fixed,online --precision bf16 --shuffle"
 EVALUATIONS = {
@@ -196,7 +214,8 @@ def main() -> None:
 
 def list_steps() -> list[str]:
     """Return the names of all steps."""
-    return [*(f"train-{name}" for name in TRAININGS), *(f"fit-{name}" for name in FITS), *EVALUATIONS]
+    made = [*(f"train-{name}" for name in TRAININGS), *(f"fit-{name}" for name in FITS)]
+    return [*made, *(f"tune-{name}" for name in TUNINGS), *EVALUATIONS]
 
 
 def command(name: str) -> str:
@@ -207,6 +226,8 @@ def command(name: str) -> str:
     if name.startswith("fit-"):
         fit = name.removeprefix("fit-")
         return f"fit-branch {FITS[fit]} --out runs/{fit}"
+    if name.startswith("tune-"):
+        return f"tune {TUNINGS[name.removeprefix('tune-')]} --out runs/{name}"
     return f"eval {EVALUATIONS[name]} --out runs/eval-{name}"
 
 
@@ -218,6 +239,10 @@ def take(name: str) -> None:
         for record in sorted(folder.rglob("record.json")):
             place = "-".join(record.parent.relative_to(RUNS).parts)
             copy(record, RESULTS / "cifar10" / f"training-{place}.json")
+    elif name.startswith("tune-"):
+        machine = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        about = {"command": f"testtime {command(name)}", "machine": machine}
+        copy(RUNS / name / "choice.json", RESULTS / "cifar10" / f"{name}.json", about)
     else:
         folder = RUNS / f"eval-{name}"
         testtime("report", str(folder), "--format", "json", "--out", str(folder / "report"))
@@ -232,9 +257,9 @@ def testtime(*arguments: str) -> None:
         raise SystemExit(done.returncode)
 
 
-def copy(source: Path, target: Path) -> None:
-    """Copy a JSON file, after parsing it; without white space, which would be half of it."""
-    target.write_text(json.dumps(json.loads(source.read_text()), separators=(",", ":")) + "\n")
+def copy(source: Path, target: Path, about: dict[str, Any] | None = None) -> None:
+    """Copy a JSON file, after parsing it, with more entries; without white space, which would be half of it."""
+    target.write_text(json.dumps((about or {}) | json.loads(source.read_text()), separators=(",", ":")) + "\n")
     print(target.relative_to(ROOT), flush=True)
 
 

@@ -15,7 +15,7 @@ from testtime.report.results import Results, collect
 from testtime.storage import printable, write_atomic
 
 from . import errors, figures, imagenet, methods, moving, service, speed, streams, trainings, variants
-from .documents import fill
+from .documents import fill, table
 from .result_files import (
     CIFAR,
     PICTURES,
@@ -63,6 +63,7 @@ def make_parts() -> dict[Path, Parts]:
         docs / "results/networks.md": make_networks(),
         docs / "results/branches.md": make_branches(),
         docs / "results/methods.md": make_methods(),
+        docs / "results/rehearsal.md": make_rehearsal(),
         docs / "results/gradients.md": {
             "gradients": errors.format_correlations(join_gradients("correlations")),
             "without labels": errors.format_correlations(join_gradients("stand-ins")),
@@ -90,6 +91,7 @@ def make_speed() -> Parts:
         "engine on the GPU": speed.format_engine(gpu, "resnet26"),
         "engine on the GPU at 224": speed.format_engine(gpu, "resnet18"),
         "training on the GPU": speed.format_joint_training(training),
+        "large models": speed.format_large_models(read_file(Path("results/models-h200.json"))),
         "models": speed.format_models(read_file(Path("results/models-cpu.json"))),
         "methods": speed.format_methods(*(read_file(Path(f"results/methods-{name}.json")) for name in ("cpu", "h200"))),
     }
@@ -194,22 +196,51 @@ def make_branches() -> Parts:
         ("Group Normalization", "branch alone, 20 epochs"): [f"branch-gn-20-{seed}" for seed in (0, 1, 2)],
         ("Group Normalization", "branch and encoder, 6 epochs"): [f"branch-gn-joint-{seed}" for seed in (0, 1, 2)],
         ("Group Normalization", "jointly from scratch †"): ["levels"],
-        ("Batch Normalization", "branch alone, 20 epochs"): [f"branch-bn-20-{seed}" for seed in (0, 1)],
-        ("Batch Normalization", "branch and encoder, 6 epochs"): [f"branch-bn-joint-{seed}" for seed in (0, 1)],
+        ("Batch Normalization", "branch alone, 20 epochs"): [f"branch-bn-20-{seed}" for seed in (0, 1, 2)],
+        ("Batch Normalization", "branch and encoder, 6 epochs"): [f"branch-bn-joint-{seed}" for seed in (0, 1, 2)],
     }
     ways = {key: [by_level(read_results(name))[5] for name in names] for key, names in files.items()}
-    chosen = {f"{number} epochs": read_results(f"selection-branch-gn-{number}").tables[0] for number in (6, 20)}
+    tried = {
+        "copy, 6 epochs": "6",
+        "copy, 20 epochs": "20",
+        "copy, 20 epochs, rate 0.1": "lr-0.1",
+        "copy, 20 epochs, AdamW": "adamw",
+        "new, 20 epochs": "own",
+        "copy and encoder, 6 epochs": "joint",
+        "copy and encoder, rate 0.005": "joint-lr-0.005",
+    }
+    chosen = {title: read_results(f"selection-branch-gn-{name}").tables[0] for title, name in tried.items()}
     return {
         "branches": methods.format_branches(ways),
         "held out": methods.format_held_out(chosen),
-        "sources": format_sources(*in_cifar(*(name for names in files.values() for name in names))),
+        "sources": format_sources(
+            *in_cifar(*(name for names in files.values() for name in names)),
+            *in_cifar(*(f"selection-branch-gn-{name}" for name in tried.values())),
+        ),
+    }
+
+
+def make_rehearsal() -> Parts:
+    """The parts of the page on how the settings of `rehearsal` were chosen."""
+    choices = {
+        name: read_file(CIFAR / f"tune-{name}.json") for name in ("ttt", "mirrored", "rehearsal", "memory", "drift")
+    }
+    commands = [
+        [f"[`tune-{name}.json`](../../results/cifar10/tune-{name}.json)", f"`{held['command']}`"]
+        for name, held in choices.items()
+    ]
+    return {
+        "parts": methods.format_tuned(choices),
+        "grid": methods.format_grid(choices["rehearsal"]),
+        "drift": methods.format_grid(choices["drift"]),
+        "sources": table(["file", "command"], commands, words=(0, 1)),
     }
 
 
 def make_methods() -> Parts:
     """The parts of the page on methods of others."""
-    names = [f"methods-{norm}-{name}" for norm in ("bn", "gn") for name in methods.SANITY]
-    return {"methods": methods.format_sanity(), "sources": format_sources(*in_cifar(*names))}
+    names = in_cifar(*(f"methods-{name}" for name in methods.SANITY))
+    return {"methods": methods.format_sanity(), "sources": format_sources(*names)}
 
 
 def make_photographs() -> Parts:

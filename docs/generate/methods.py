@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from testtime.evaluation import Run
 from testtime.report.results import MEAN, ORIGINAL, Table, column_title
@@ -11,20 +12,53 @@ from testtime.report.results import MEAN, ORIGINAL, Table, column_title
 from .documents import table
 from .result_files import CIFAR, read_runs
 
-SANITY = {"batch-200": "reset", "continual": "continual", "correlated": "correlated"}
+SANITY = {
+    **{
+        f"bn-{name}": f"BN, {title}"
+        for name, title in (("batch-200", "reset"), ("continual",) * 2, ("correlated",) * 2)
+    },
+    "gn-batch-200": "GN, reset",
+    "gn-batch-1": "GN, batch 1",
+    "gn-continual": "GN, continual",
+    "gn-correlated": "GN, correlated",
+}
 """Names of result files, and titles."""
+TUNED = {
+    ("fixed", "fixed"): "the network as it is",
+    ("ttt", "lr=0.001"): "TTT-Online",
+    ("mirrored", "lr=0.001"): "and the mirror image",
+    ("mirrored", "lr=0.002"): "with twice the learning rate",
+    ("memory", "lr=0.0005 weight=2 drift=0 memory=0"): "`rehearsal` without a memory",
+    ("memory", "lr=0.0005 weight=2 drift=0 memory=16"): "`rehearsal`, 16 images",
+    ("memory", "lr=0.0005 weight=2 drift=0 memory=64"): "`rehearsal`, 64 images",
+    ("memory", "lr=0.0005 weight=2 drift=0 memory=256"): "`rehearsal`, 256 images",
+}
+"""Which choice and settings, and titles."""
 
 
 def format_sanity() -> str:
     """The mean error at level 5 by method, network and protocol; on the original images, if they are there."""
     columns: dict[str, Mapping[str, str]] = {}
-    for norm in ("bn", "gn"):
-        for name, title in SANITY.items():
-            (run,) = read_runs(CIFAR / f"methods-{norm}-{name}.json")
-            columns[f"{norm.upper()}, {title}"] = find_errors(run)
+    for name, title in SANITY.items():
+        (run,) = read_runs(CIFAR / f"methods-{name}.json")
+        columns[title] = find_errors(run)
     names = list(next(iter(columns.values())))
     rows = [[f"`{name}`", *(column.get(name, "") for column in columns.values())] for name in names]
     return table(["error in %, level 5 / original", *columns], rows)
+
+
+def format_tuned(choices: Mapping[str, Mapping[str, Any]]) -> str:
+    """The errors of `rehearsal` and what it is made of on held-out images; `choices` as `testtime tune` writes them."""
+    found = {(name, row["name"]): row for name, held in choices.items() for row in held["table"]}
+    found |= {("fixed", "fixed"): found["ttt", "fixed"]}
+    rows = [[title, *(f"{100 * found[key][cell]:.2f}" for cell in _CELLS)] for key, title in TUNED.items()]
+    return table(["error in %", "level 5, four sets", "original"], rows)
+
+
+def format_grid(choice: Mapping[str, Any]) -> str:
+    """The errors of all settings of a choice."""
+    rows = [[f"`{row['name']}`", *(f"{100 * row[cell]:.2f}" for cell in _CELLS)] for row in choice["table"]]
+    return table(["error in %", "corrupted", "original"], rows)
 
 
 def find_errors(run: Run) -> dict[str, str]:
@@ -55,7 +89,7 @@ def format_branches(ways: Mapping[tuple[str, str], Sequence[Table]]) -> str:
 
 
 def format_held_out(ways: Mapping[str, Table]) -> str:
-    """The errors on held-out training images under the extra corruptions, by how long the branch was trained."""
+    """The errors on held-out training images under the extra corruptions, by how the branch was trained."""
     columns = next(iter(ways.values())).columns
     rows = [
         [way, f"`{method}`", *(f"{one.rows[method][column].error:.1f}" for column in columns)]
@@ -67,6 +101,7 @@ def format_held_out(ways: Mapping[str, Table]) -> str:
     )
 
 
+_CELLS = ("corrupted", "original")
 _PLACES = [(method, column) for column in (ORIGINAL, MEAN) for method in ("fixed", "online")]
 
 

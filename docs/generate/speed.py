@@ -15,6 +15,8 @@ _NETWORKS = {
 }
 _COPIES = {"resnet26": "ResNet-26, 32×32, 32 copies", "resnet18": "ResNet-18, 224×224, 64 copies"}
 
+_RATIOS = ("online_over_naive", "streams_over_training", "norm_streams_over_streams")
+
 Row = Mapping[str, Any]
 
 
@@ -57,6 +59,18 @@ def format_models(held: Mapping[str, Any]) -> str:
     means = f"{held['geometric_mean']:.2f}"
     heads = ["model", "parameters, M", "loop, ms", "`Online`, ms", "times", "loop, MiB", "`Online`, MiB"]
     return table(heads, [*rows, ["geometric mean", "", "", "", means, "", ""]])
+
+
+def format_large_models(held: Mapping[str, Any]) -> str:
+    """Milliseconds a step of large models on a GPU, and the ratios that matter."""
+    rows = []
+    for row in held["rows"]:
+        if "naive_ms" in row:
+            cells = [f"{row[f'{name}_ms']:.1f}" for name in ("naive", "online", "streams", "norm_streams", "training")]
+            rows.append([row["model"], *cells, *(f"{row[name]:.2f}" for name in _RATIOS)])
+    times = ("`Online` / loop", "streams / training", "norms / streams")
+    heads = ["model", "loop, ms", "`Online`", "16 streams", "16 streams of norms", "training", *times]
+    return table(heads, rows)
 
 
 def format_methods(*files: Mapping[str, Any]) -> str:

@@ -126,7 +126,7 @@ METHODS: dict[str, Method] = {
             "ttt with information maximisation on a memory of recent images; learns only if the task is hard",
             f"{_SUN}; Liang et al., Do We Really Need to Access the Source Data?, ICML 2020",
             Rehearsal,
-            settings={"update": "encoder", "mirrored": True},
+            settings={"update": "encoder", "mirrored": True, "lr": 0.0005},  # see docs/results/rehearsal.md
             episodic={"steps": 10},
             needs=("branch",),
             holds_images=True,

@@ -33,7 +33,7 @@ class Rehearsal(SelfSupervision):
     or a network of which the loss is not known, always learns.
     """
 
-    memory, weight, drift, momentum = 64, 1.0, EASY, 0.99
+    memory, weight, drift, momentum = 64, 2.0, EASY, 0.99
     epsilon = 1e-5
     compares = True
     """That it compares with the statistics of training images, if there are any."""
