@@ -27,19 +27,24 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-class Problem:
-    """Two replicas with three parameters, of which the loss uses two."""
+STILL = ("SGD", "momentum", "Adam")
+"""Those that leave parameters without a gradient alone."""
 
-    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+
+class Problem:
+    """Two replicas with three parameters, of which the loss uses two; of these, one may be fixed."""
+
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer], fixed: bool = False) -> None:
         generator = torch.Generator().manual_seed(0)
         shapes = {"weight": (2, 3, 3), "bias": (2, 3), "unused": (2, 5)}
         numbers = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
         self.parameters = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in numbers.items()}
         self.packed = PackedParameters(self.parameters, 2, CPU, ())
-        for parameter in self.parameters.values():
+        moving = {name: one for name, one in self.packed.parameters.items() if name != "bias" or not fixed}
+        for parameter in moving.values():
             parameter.requires_grad_(True)
         settings: Settings = METHODS["ttt"].make_settings("online", {"optimizer": optimizer, "lr": 0.05})
-        self.optimizer = StackedOptimizer(settings, self.packed, dict(self.packed.parameters))
+        self.optimizer = StackedOptimizer(settings, self.packed, moving)
 
     def loss(self) -> Tensor:
         given = torch.linspace(-1, 1, 6).view(2, 1, 3)
@@ -50,38 +55,42 @@ class Problem:
         self.optimizer.step(self.loss, lambda: None)
 
 
-def make(name: str, packed: bool) -> Problem:
+def make(name: str, packed: bool, fixed: bool = False) -> Problem:
     """Return a problem as on a device where launches take time, or as on one where they do not."""
     with pytest.MonkeyPatch.context() as patch:
         tuning = replace(kernels.tuning(CPU), waits=packed)
         patch.setattr(kernels, "tuning", lambda device: tuning)
-        made = Problem(OPTIMIZERS[name])
-    assert made.optimizer.flat == packed
+        made = Problem(OPTIMIZERS[name], fixed)
+    assert made.optimizer.flat == (packed and (name in STILL or not fixed))
     return made
 
 
+@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_are_those_of_torch(name: str, packed: bool) -> None:
-    problem = make(name, packed)
+def test_steps_are_those_of_torch(name: str, packed: bool, fixed: bool) -> None:
+    problem = make(name, packed, fixed)
     tensors = {key: nn.Parameter(tensor.detach().clone()) for key, tensor in problem.parameters.items()}
-    plain = OPTIMIZERS[name](list(tensors.values()), lr=0.05)
-    alone = make(name, packed)
+    tensors["bias"].requires_grad_(not fixed)
+    plain = OPTIMIZERS[name]([tensor for tensor in tensors.values() if tensor.requires_grad], lr=0.05)
+    alone = make(name, packed, fixed)
     alone.parameters = tensors
     for _ in range(3):
         problem.step()
         plain.zero_grad()
         alone.loss().backward()
-        tensors["unused"].grad = torch.zeros_like(tensors["unused"])
+        if name in STILL or not fixed:
+            tensors["unused"].grad = torch.zeros_like(tensors["unused"])
         plain.step()
     for key, tensor in tensors.items():
         torch.testing.assert_close(problem.packed.parameters[key], tensor)
 
 
+@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_state_continues_on_the_other_kind_of_device(name: str, saved: bool) -> None:
-    first, second = make(name, saved), make(name, not saved)
+def test_a_state_continues_on_the_other_kind_of_device(name: str, saved: bool, fixed: bool) -> None:
+    first, second = make(name, saved, fixed), make(name, not saved, fixed)
     for _ in range(2):
         first.step()
     state: dict[str, Any] = {key: tensor.clone() for key, tensor in first.optimizer.state().items()}
@@ -92,6 +101,7 @@ def test_a_state_continues_on_the_other_kind_of_device(name: str, saved: bool) -
         problem.step()
     assert torch.equal(first.packed.numbers, second.packed.numbers)
     memory = second.optimizer.state()
+    assert not any("bias" in key for key in memory) or not fixed
     assert all(torch.equal(memory[key], tensor) for key, tensor in first.optimizer.state().items() if key in memory)
 
 

@@ -84,6 +84,7 @@ def adapters() -> dict[str, Callable[[YNet], Adapter]]:
         "online": lambda net: Online(net, copies=2),
         "online, encoder": lambda net: Online(net, copies=2, update="encoder"),
         "online, shared": lambda net: Online(net, copies=2, share="batch"),
+        "online, some": lambda net: Online(net, copies=2, update=["encoder.*.bias"]),
         "streams": lambda net: Streams(net, 2, copies=2),
         "episodic": lambda net: Episodic(net, steps=2, copies=2, parallel=2),
     }

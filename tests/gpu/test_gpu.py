@@ -129,6 +129,9 @@ def adapters() -> dict[str, Callable[[YNet], Any]]:
         "online, shared": lambda net: Online(net, copies=8, share="batch"),
         "online, guarded": lambda net: Online(net, copies=8, lr=0.02, guard=TIGHT),
         "online, frozen": lambda net: Online(net, copies=8, lr=0.02, guard=replace(TIGHT, fallback="freeze")),
+        "online, some": lambda net: Online(net, copies=8, update=["encoder.*.bias"], optimizer=MOMENTUM),
+        "online, shot": lambda net: Online(net, method="shot"),
+        "online, sar": lambda net: Online(net, method="sar"),
         "online, rehearsal": lambda net: Online(net, method="rehearsal", copies=8, constants={"memory": 5}),
         "streams, rehearsal, shadow": lambda net: Streams(
             net, 4, method="rehearsal", copies=8, lr=0.05, guard=replace(TIGHT, fallback="shadow", shadow=0.5)
@@ -159,7 +162,7 @@ def test_a_replayed_graph_is_the_eager_step(name: str, norm: str, monkeypatch: p
 
 
 @pytest.mark.parametrize(("norm", "tolerance"), [("group", 1e-3), ("batch", 1e-2)])
-@pytest.mark.parametrize("name", ["episodic, momentum", "online, gated", "streams", "streams, bf16"])
+@pytest.mark.parametrize("name", ["episodic, momentum", "online, gated", "online, some", "streams", "streams, bf16"])
 def test_kernels_change_no_answer(name: str, norm: str, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the plain bodies of everything that is taken over."""
     net = network(norm, depth=8).cuda()

@@ -43,6 +43,15 @@ def is_rowwise(settings: Settings) -> bool:
     return all(torch.allclose(end, ends[0], rtol=1e-6, atol=0) for end in ends)
 
 
+def is_still(settings: Settings) -> bool:
+    """Return whether the optimizer leaves parameters alone whose gradient is always zero."""
+    parameter = nn.Parameter(torch.ones(2, 3, dtype=torch.float32, device="cpu"))
+    optimizer = settings.optimizer([parameter], lr=settings.lr)
+    for _ in range(2):
+        _step(optimizer, parameter, torch.zeros_like(parameter))
+    return bool((parameter == 1).all())
+
+
 def has_rows(settings: Settings) -> bool:
     """Return whether the optimizer's state has a row per replica, so that rows can be updated independently."""
     held = find_memory(settings).values()
@@ -78,7 +87,8 @@ class StackedOptimizer:
         self._settings, self._packed, self._moving = settings, packed, moving
         self.rowwise = is_rowwise(settings)
         self._learns_all = self.rowwise and len(moving) == len(packed.parameters)
-        self.flat = self._learns_all and kernels.tuning(packed.numbers.device).waits
+        self._fits_whole = self._learns_all or (self.rowwise and bool(moving) and is_still(settings))
+        self.flat = self._fits_whole and kernels.tuning(packed.numbers.device).waits
         """Whether all parameters are updated as one tensor; elsewhere, that would only take memory for a gradient."""
         self._targets = {"numbers": packed.numbers} if self.flat or not moving else moving
         self._optimizer = self._make()
@@ -95,7 +105,7 @@ class StackedOptimizer:
                     total,
                     list(self._moving.values()),
                     allow_unused=True,
-                    materialize_grads=self._learns_all,  # as a packed gradient: results must not depend on the device
+                    materialize_grads=self._fits_whole,  # as a packed gradient: results must not depend on the device
                 )
                 for parameter, gradient in zip(self._moving.values(), gradients, strict=True):
                     parameter.grad = None if gradient is None else gradient.contiguous()
@@ -151,7 +161,8 @@ class StackedOptimizer:
                 if not isinstance(value, Tensor):
                     raise ValueError(f"The optimizer's {key!r} is not a tensor, so this state cannot be saved.")
                 if self.flat and value.shape == parameter.shape:
-                    state |= {f"{key}/{name}": view for name, view in self._packed.unpack(value).items()}
+                    views = self._packed.unpack(value)
+                    state |= {f"{key}/{name}": views[name] for name in self._moving}
                 else:
                     # Step counts have torch's default dtype, which the state must not depend on.
                     state[f"{key}/{target}"] = value if value.dim() else value.float()
@@ -178,7 +189,8 @@ class StackedOptimizer:
         held: dict[str, dict[str, Tensor]] = {}
         for key, tensors in memory.items():
             if self.flat and tensors.keys() == self._moving.keys():
-                tensors = {"numbers": self._packed.pack(tensors)}
+                zeros = {name: torch.zeros_like(parameter) for name, parameter in self._packed.parameters.items()}
+                tensors = {"numbers": self._packed.pack(zeros | tensors)}
             for target, tensor in tensors.items():
                 held.setdefault(target, {})[key] = tensor
         whole = all(target in self._targets and found.keys() == known.keys() for target, found in held.items())

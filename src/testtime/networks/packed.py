@@ -43,19 +43,26 @@ class PackedParameters:
     def gradient(self, loss: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """Return the loss that a function computes and its gradient for all parameters, packed as by `pack`.
 
-        The gradient of a parameter that the loss does not depend on is zero.
+        The gradient of a parameter that the loss does not depend on, or that needs none, is zero.
         """
+        wanted = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         if self._buffer is None:
             value = loss()
-            gradients = torch.autograd.grad(value, list(self.parameters.values()), materialize_grads=True)
-            return value.detach(), self.pack(dict(zip(self.parameters, gradients, strict=True)))
+            gradients = torch.autograd.grad(value, list(wanted.values()), materialize_grads=True)
+            known = dict(zip(wanted, gradients, strict=True))
+            return value.detach(), self.pack(
+                {name: known.get(name, torch.zeros_like(tensor)) for name, tensor in self.parameters.items()}
+            )
         with self._buffer as buffer:
             value = loss()
             buffer.begin()
-            gradients = torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
+            gradients = torch.autograd.grad(value, list(wanted.values()), allow_unused=True)
             result = buffer.collect()
-        for view, gradient in zip(self.unpack(result).values(), gradients, strict=True):
-            if gradient is not None:
+        known = dict(zip(wanted, gradients, strict=True))
+        for name, view in self.unpack(result).items():
+            if name not in wanted:
+                view.zero_()  # kernels also write the gradients of parameters that need none
+            elif (gradient := known[name]) is not None:
                 view += gradient
         return value.detach(), result
 
