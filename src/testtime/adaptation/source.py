@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,40 +57,43 @@ class Source:
         if alone and len(images) > 1 and (self._whole or self._correction is not None):
             return Prediction.join([self.predict(image[None]) for image in images])
         most = len(images) if self._whole else self._most
-        observed = run_fitting(most, lambda count: self._observe(images.split(count)))
-        prediction = Prediction.unadapted(*(tensor[0] for tensor in observed))
         if self._correction is None:
-            return prediction
-        features = run_fitting(most, lambda count: self._embed(images.split(count)))
+            return run_fitting(most, lambda count: self._observe(images.split(count)))
+        prediction, features = run_fitting(most, lambda count: self._embed(images.split(count)))
         return replace(prediction, logits=self._correction(prediction.logits, features))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Source, self._given  # a copy makes its own replicas, since CUDA streams cannot be copied
 
-    def _observe(self, chunks: tuple[Tensor, ...]) -> Observation:
-        parts = [self._objective.observe(chunk[None]) for chunk in chunks]
-        return Observation(*(torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True)))
+    def _observe(self, chunks: Sequence[Tensor]) -> Prediction:
+        return _join([self._objective.observe(chunk[None]) for chunk in chunks])
 
-    def _embed(self, chunks: tuple[Tensor, ...]) -> Tensor:
-        """Return the inputs of the linear layer that runs last, `(N, D)`; those of tokens are averaged."""
+    def _embed(self, chunks: Sequence[Tensor]) -> tuple[Prediction, Tensor]:
+        """Observe, and return the inputs of the linear layer that runs last, `(N, D)`; those of tokens are averaged."""
         modules = [module for name in ("encoder", "classifier") for module in self._replicas.parts[name].modules()]
         layers = [module for module in modules if isinstance(module, (Linear, nn.Linear))]
         if not layers:
             raise ValueError("The network has no linear layer, whose inputs the correction needs.")
-        seen: list[Tensor] = []
+        inputs: dict[nn.Module, Tensor] = {}
+        observed: list[Observation] = []
         found: list[Tensor] = []
 
-        def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            seen.append(inputs[0])
+        def note(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
+            inputs.setdefault(layer, given[0])  # the first are those of the images, then come their mirror images
 
         with contextlib.ExitStack() as hooks:
             for layer in layers:
                 hooks.enter_context(layer.register_forward_pre_hook(note))
             for chunk in chunks:
-                seen.clear()
-                self._replicas(chunk[None])
-                found.append(seen[-1].reshape(len(chunk), -1, seen[-1].shape[-1]).mean(1))
-        return torch.cat(found)
+                inputs.clear()
+                observed.append(self._objective.observe(chunk[None]))
+                last = list(inputs.values())[-1]
+                found.append(last.reshape(len(chunk), -1, last.shape[-1]).mean(1))
+        return _join(observed), torch.cat(found)
+
+
+def _join(observed: Sequence[Observation]) -> Prediction:
+    return Prediction.unadapted(*(torch.cat(tensors, dim=1)[0] for tensors in zip(*observed, strict=True)))
 
 
 def _run_now(function: Callable[..., Any], *arguments: Any) -> Later[Any]:
