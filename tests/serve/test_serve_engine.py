@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from serving import METHOD, image, make_online, network, open_engine, submit
-from testtime import METHODS, Fixed, Guard, Online, Streams
+from testtime import METHODS, Fixed, Guard, Online, Streams, kernels
 from testtime.serve.batcher import Batcher
 from testtime.serve.refusal import Refusal
 from testtime.serve.waiting import Job
@@ -321,3 +322,22 @@ def test_the_exported_network_is_the_adapted_one(tmp_path: Path) -> None:
     expected, tensors = online.network().state_dict(), load_file(tmp_path / "network")
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_every_size_of_a_group_is_recorded_in_advance_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    predict = Streams.predict
+
+    def note(self: Streams, images: Tensor, *given: Any, **more: Any) -> Any:
+        sizes.append(len(images))
+        return predict(self, images, *given, **more)
+
+    monkeypatch.setattr(Streams, "predict", note)
+    tuning = kernels.tuning(torch.device("cpu"))
+    for waits, expected in ((False, [1]), (True, [1, 4, 6])):
+        monkeypatch.setattr(kernels, "tuning", lambda device, waits=waits: replace(tuning, waits=waits))
+        sizes.clear()
+        with open_engine(tmp_path / str(waits), slots=6, group=None) as (engine, batcher):
+            engine.warm_up((3, 16, 16))
+            assert sizes == expected
+            assert found(ask(batcher, "a", 1, 2))[1] == pytest.approx(expect([1, 2])[1], abs=1e-5)

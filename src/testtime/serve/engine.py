@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from testtime import kernels
 from testtime.adaptation.adapters import Episodic, Fixed
 from testtime.adaptation.methods import Method
 from testtime.adaptation.streams import Streams
@@ -30,6 +31,8 @@ from testtime.serve.thumbnails import make_thumbnail
 Answer = dict[str, Any]
 Both = tuple[Answer, Answer | None]
 """The answer of a stream and, in shadow mode, that of the original network."""
+
+_RECORDED = 64  # streams of the largest step that is recorded in advance
 
 
 class Engine:
@@ -74,10 +77,19 @@ class Engine:
         self.changes = Changes(self._streams, self.residents, settings, metrics, events)
 
     def warm_up(self, shape: tuple[int, ...]) -> None:
-        """Take a step and undo it, so that the first request does not wait for what is made once."""
-        first = torch.tensor([0], dtype=torch.int64, device="cpu")
-        self._streams.predict(torch.zeros(1, *shape, dtype=torch.float32, device="cpu"), streams=first)
-        self._streams.reset(first)
+        """Take steps and undo them, so that no request waits for what is made once.
+
+        On a GPU, a step is recorded for every size of a group: 1, 4, 16, ….
+        """
+        sizes, most = [1], 1
+        if self._settings.group is None and kernels.tuning(self._streams.device).waits:
+            most = min(self._settings.slots, _RECORDED)
+        while sizes[-1] < most:
+            sizes.append(min(4 * sizes[-1], most))
+        for size in sizes:
+            images = torch.zeros(size, *shape, dtype=torch.float32, device="cpu")
+            self._streams.predict(images, streams=torch.arange(size, device="cpu"))
+        self._streams.reset(torch.arange(sizes[-1], device="cpu"))
 
     def find_answer(self, stream: str, sequence: int | None) -> Answer | None:
         """Return the stored answer of a request that is repeated; None for the next one.
