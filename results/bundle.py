@@ -1,11 +1,16 @@
-"""Make a bundled network from a trained one: recommended settings are added, numbers are stored as float16.
+"""Make a network to distribute from a trained one: recommended settings are added, numbers are stored as float16.
 
-python results/bundle.py runs/robust/seed-0/network.safetensors cifar10-resnet26-gn-robust
+    python results/bundle.py runs/robust/seed-0/network.safetensors cifar10-resnet26-gn-robust
+    python results/bundle.py runs/vit-masked/network.safetensors cifar10-vit-masked \\
+        --choices results/cifar10/tune-vit-masked.json results/cifar10/tune-vit-masked-episodic.json
+
+The target is the name of a bundled network, or a file. Settings are the paper's, or those that `testtime tune` chose.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -20,12 +25,24 @@ SETTINGS = {
 """The paper's, for networks with a self-supervised branch."""
 
 
-def main(source: str, name: str) -> None:
-    """Write the bundled network `name` from a network file."""
-    net = testtime.load(source)
-    net.describe(settings=SETTINGS if net.has_branch else {})
-    net.save(WEIGHTS / f"{name}.safetensors", dtype=torch.float16)
+def main() -> None:
+    """Write the network."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", help="a network file")
+    parser.add_argument("target", help="name of a bundled network, or a file")
+    parser.add_argument("--choices", nargs="*", default=[], type=Path, help="files of `testtime tune`")
+    options = parser.parse_args()
+    settings = {mode: dict(own) for mode, own in SETTINGS.items()}
+    for file in options.choices:
+        choice = json.loads(file.read_text())
+        key = choice["mode"] if choice["method"] == "ttt" else choice["method"]
+        chosen = {name: value for name, value in choice["chosen"]["settings"].items() if name != "precision"}
+        settings[key] = settings.get(key, {}) | chosen
+    net = testtime.load(options.source)
+    net.describe(settings=settings if net.has_branch else {})
+    is_file = options.target.endswith(".safetensors")
+    net.save(options.target if is_file else WEIGHTS / f"{options.target}.safetensors", dtype=torch.float16)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

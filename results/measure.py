@@ -8,7 +8,8 @@ A step is a `testtime` command, run from the root of the repository: `train-` st
 branch for one, `tune-` steps choose settings, the others evaluate. Its run folder is `runs/STEP`; an interrupted step
 is resumed. Its result is then copied here: the record of a training, the choice, the summary of an evaluation. Needs
 CIFAR-10, and CIFAR-10-C made with the frost photographs, under $TESTTIME_DATA, see docs/results.md (without CIFAR-10-C,
-frost is procedural); for the steps on photographs the eight classes of ImageNet in `photographs/`, see
+frost is procedural). Between tuning and testing a ViT, results/bundle.py adds the chosen settings to its file as
+`recommended.safetensors`. For the steps on photographs the eight classes of ImageNet in `photographs/`, see
 docs/results/photographs.md.
 """
 
@@ -57,16 +58,19 @@ TRAININGS = {
     "alp": "--data cifar10 --method alp --precision tf32",
     "uda": f"--data cifar10 --method uda --targets '{UDA_SETS}' --start {JOINT} --epochs 18 --lr 0.004 "
     "--views random --precision tf32",
-    "selection-vit-masked": "--data cifar10 --hold-out 5000 --network vit --task masked --precision bf16",
-    "selection-vit-rotation": "--data cifar10 --hold-out 5000 --network vit --precision bf16",
-    "vit-masked": "--data cifar10 --network vit --task masked --precision bf16",
-    "vit-rotation": "--data cifar10 --network vit --precision bf16",
-    "vit-plain": "--data cifar10 --network vit --method plain --precision bf16",
+    **{
+        f"vit-{name}": f"--data cifar10 --hold-out 5000 --network vit --statistics 0 --precision bf16 {setting}"
+        for name, setting in (
+            ("masked", "--task masked"),
+            ("rotation", "--views random --epochs 200"),
+            ("plain", "--method plain --epochs 200"),
+        )
+    },
     "photographs-joint": f"{PHOTOGRAPHS} --weight-decay 0.0005 --precision tf32",
     "photographs-plain": f"{PHOTOGRAPHS} --weight-decay 0.0005 --method plain --precision tf32",
     "photographs-robust": f"{PHOTOGRAPHS} --weight-decay 0.0005 --recipe robust --precision tf32",
 }
-"""Name → arguments of `testtime train`."""
+"""Name → arguments of `testtime train`. The ViTs never saw the held-out images: one network is chosen with and tested."""
 
 WAYS = {
     "6": "--copy --epochs 6",
@@ -88,6 +92,8 @@ FITS = {
         for norm, plain in (("gn", "plain"), ("bn", "bn-plain"))
         for way, options in TRIED.items()
     },
+    "vit-branch": "-c runs/vit-plain/network.safetensors --data cifar10 --hold-out 5000 --copy --epochs 20 "
+    "--optimizer adamw --precision bf16",
     **{
         f"branch-{norm}-{way}-{seed}": f"-c cifar10-resnet26-{norm}-plain --data cifar10 --hold-out 0 --seed {seed} "
         f"--precision bf16 {options}"
@@ -132,8 +138,17 @@ TUNINGS = {
     "--constant memory=0,16,64,256 --limit 3000",
     "drift": f"{SELECTED} --method rehearsal --lr 0.0005 --constant weight=2.0 --constant drift=0,1.2,1.5,2,3 "
     "--levels 1-5 --limit 2000",
+    **{
+        f"vit-{task}{suffix}": f"-c runs/vit-{task}/network.safetensors --precision bf16 {options}"
+        for task, rates in (("masked", "0.003,0.01,0.03,0.1"), ("rotation", "0.0003,0.001,0.003,0.01"))
+        for suffix, options in (
+            ("", f"--lr {rates} --limit 1000"),
+            ("-best", f"--method best --lr {rates} --limit 1000"),
+            ("-episodic", f"--mode episodic --lr {rates} --limit 200"),
+        )
+    },
 }
-"""Name → arguments of `testtime tune`; the last two have what the one before has chosen."""
+"""Name → arguments of `testtime tune`; "memory" and "drift" have what the one before has chosen."""
 HELD_OUT = "--data cifar10-held-out-c --levels 5 --methods fixed,online --precision bf16 --shuffle"
 LEVEL_5 = "--data cifar10-c --levels 5 --methods fixed,online --precision bf16 --shuffle"
 EVALUATIONS = {
@@ -149,8 +164,7 @@ EVALUATIONS = {
     "baseline": "--baseline cifar10-resnet26-gn-plain --data cifar10-c --methods plain --shuffle",
     "alp": "--network alp=cifar10-resnet26-gn-alp --data cifar10-c --methods alp --shuffle",
     "uda": "--network 'uda=runs/uda/{set}/network.safetensors' --matrix baselines --methods uda",
-    "best": f"-c {JOINT} --matrix best --precision bf16",
-    "best-levels": f"-c {JOINT} --matrix best --levels 1-4 --no-original --precision bf16",
+    "mirrored": f"-c {JOINT} --data cifar10-c --methods mirrored --precision bf16 --shuffle",
     "batch-norm": "-c cifar10-resnet26-bn-joint --baseline cifar10-resnet26-bn-plain --matrix bn --precision bf16 "
     "--limit 2000",
     "fast": f"-c {JOINT} --matrix fast --methods fast --precision bf16",
@@ -161,9 +175,13 @@ EVALUATIONS = {
     "mild-orders": f"-c {JOINT} --matrix mild --methods fixed,online --precision bf16",
     **{f"joint-{seed}": f"-c runs/joint/seed-{seed}/network.safetensors {LEVEL_5}" for seed in (1, 2)},
     "robust-levels": f"-c {ROBUST} --data cifar10-c --methods fixed,online --precision bf16 --shuffle",
-    "robust-best": f"-c {ROBUST} --matrix best --precision bf16",
     **{f"robust-{seed}": f"-c runs/robust/seed-{seed}/network.safetensors {LEVEL_5}" for seed in (1, 2)},
     **{name: f"-c runs/{name}/network.safetensors {LEVEL_5}" for name in FITS if name.startswith("branch-")},
+    **{
+        f"past-{name}{suffix}": f"-c {network} --matrix best --precision bf16{options}"
+        for name, network in (("joint", JOINT), ("robust", ROBUST))
+        for suffix, options in (("", ""), ("-mild", " --levels 1 --no-original --methods best,fixed-mirrored"))
+    },
     "robust-x2-level-5": f"-c cifar10-resnet26x2-gn-robust {LEVEL_5}",
     "robust-x2-best": "-c cifar10-resnet26x2-gn-robust --matrix best --precision bf16",
     **{
@@ -185,9 +203,9 @@ EVALUATIONS = {
     "comparison-gn-recurring": f"-c {JOINT} --data cifar10-c --levels 5 --precision tf32 --methods {RECURRING} "
     f"--batch 200 {SOME} --protocol recurring",
     **{
-        f"vit-{task}-level-5": f"-c runs/vit-{task}/network.safetensors --data cifar10-c --levels 5 "
+        f"vit-{name}-level-5": f"-c runs/vit-{name}/recommended.safetensors --data cifar10-c --levels 5 "
         f"--methods fixed,episodic,online,best --precision bf16 {SOME}"
-        for task in ("masked", "rotation")
+        for name in ("masked", "rotation", "branch")
     },
 }
 """Name → arguments of `testtime eval`."""
