@@ -6,8 +6,8 @@
 A step is forward, backward and update on 32 augmented, rotated copies of an image; a whole answer of an adapter also
 observes the image before and after. The naive loop is that of engine.py, under autocast for bf16. Plain training is
 steps of encoder and branch on one batch with as many images as 16 streams have copies, counted as 16 steps. `norm` rows
-move only normalisation layers, of which alone there is a copy per stream. Contestants take turns; a speed is the median
-over rounds of the ratio of two times of one round.
+move only normalisation layers, of which alone there is a copy per stream. Contestants take turns in pairs, so that the
+memory holds two of them; a speed is the median over rounds of the ratio of two times of one round.
 
 The last row is the memory of 1,000 such streams of a ResNet-50: what stays allocated after an image of each, beside the
 network, and the peak, computed 16 at a time.
@@ -88,54 +88,71 @@ def make_adapter(kind: Callable[..., tt.Adapter], *arguments: Any, **settings: A
         return kind(*arguments, lr=LR, task=Rotation(), augment=CropFlip(), **settings)
 
 
-def list_work(net: tt.YNet, pool: Tensor, options: argparse.Namespace) -> dict[str, tuple[Work, int]]:
-    """Return the contestants by name, each with the number of steps it takes per call."""
+def make_work(kind: str, net: tt.YNet, pool: Tensor, options: argparse.Namespace) -> tuple[Work, int]:
+    """Return a contestant, and the number of steps it takes per call."""
     copies, device, precision = options.copies, options.device, options.precision
     shared: dict[str, Any] = {"copies": copies, "precision": precision}
     few = pool[: options.images]
-    online = make_adapter(tt.Online, net, **shared)
-    streams = make_adapter(tt.Streams, net, len(pool), **shared)
-    norms = make_adapter(tt.Streams, net, len(pool), update="norm", **shared)
-    training = make_training(copy.deepcopy(net), pool.shape[-1], copies * len(pool), precision, device)
-    return {
-        "naive": (make_naive(net, few, copies, precision, device), len(few)),
-        "online": (lambda: online.predict(few), len(few)),
-        "streams": (lambda: streams.predict(pool), len(pool)),
-        "norm_streams": (lambda: norms.predict(pool), len(pool)),
-        "training": (training, len(pool)),
-    }
+    if kind == "naive":
+        return make_naive(net, few, copies, precision, device), len(few)
+    if kind == "training":
+        return make_training(copy.deepcopy(net), pool.shape[-1], copies * len(pool), precision, device), len(pool)
+    if kind == "online":
+        online = make_adapter(tt.Online, net, **shared)
+        return lambda: online.predict(few), len(few)
+    own = {"update": "norm"} if kind == "norm_streams" else {}
+    streams = make_adapter(tt.Streams, net, len(pool), **own, **shared)
+    return lambda: streams.predict(pool), len(pool)
+
+
+PAIRS = {
+    "online_over_naive": ("naive", "online"),
+    "streams_over_training": ("training", "streams"),
+    "norm_streams_over_streams": ("streams", "norm_streams"),
+}
+"""Name of a speed → contestants: the time of the first divided by that of the second."""
+
+
+def time_pair(kinds: tuple[str, str], net: tt.YNet, pool: Tensor, options: argparse.Namespace) -> list[list[float]]:
+    """Return the times per step of two contestants in turns, for at least five rounds."""
+    work = [make_work(kind, net, pool, options) for kind in kinds]
+    times: list[list[float]] = [[] for _ in work]
+    for do, _ in work:
+        do()  # warm up: capture, allocate
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < options.seconds or len(times[0]) < 5:
+        for taken, (do, steps) in zip(times, work, strict=True):
+            taken.append(take_time(do, options.device) / steps)
+    return times
 
 
 def compare(name: str, net: tt.YNet, pool: Tensor, options: argparse.Namespace) -> Row:
-    """Measure all contestants in turns, for at least five rounds."""
-    work = list_work(net, pool, options)
-    times: dict[str, list[float]] = {kind: [] for kind in work}
-    for do, _ in work.values():
-        do()  # warm up: capture, allocate
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < options.seconds or len(times["naive"]) < 5:
-        for kind, (do, steps) in work.items():
-            times[kind].append(take_time(do, options.device) / steps)
+    """Measure the contestants, pair by pair."""
     row: Row = {"model": name, "cut": net.cut, "size": pool.shape[-1], "precision": options.precision}
-    row |= {"copies": options.copies, "streams": len(pool), "rounds": len(times["naive"])}
+    row |= {"copies": options.copies, "streams": len(pool)}
     row["parameters"] = sum(parameter.numel() for parameter in net.parameters())
-    row |= {f"{kind}_ms": round(1000 * statistics.median(taken), 3) for kind, taken in times.items()}
-    for label, one, other in (
-        ("online_over_naive", "naive", "online"),
-        ("streams_over_naive", "naive", "streams"),
-        ("streams_over_training", "training", "streams"),
-        ("norm_streams_over_streams", "streams", "norm_streams"),
-    ):
-        ratios = sorted(a / b for a, b in zip(times[one], times[other], strict=True))
-        row[label] = round(statistics.median(ratios), 3)
+    for label, kinds in PAIRS.items():
+        times = time_pair(kinds, net, pool, options)
+        free_memory(options.device)
+        for kind, taken in zip(kinds, times, strict=True):
+            row.setdefault(f"{kind}_ms", round(1000 * statistics.median(taken), 3))
+        ratios = sorted(a / b for a, b in zip(*times, strict=True))
+        row |= {label: round(statistics.median(ratios), 3), f"{label}_rounds": len(ratios)}
         row[f"{label}_range"] = [round(ratios[0], 3), round(ratios[-1], 3)]
+    row["streams_over_naive"] = round(row["naive_ms"] / row["streams_ms"], 3)
     return row
+
+
+def free_memory(device: str) -> None:
+    """Give the memory of what is no longer used back to the device."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def measure_many(net: tt.YNet, size: int, precision: str) -> Row:
     """Return the GPU memory of many streams that move only normalisation layers, in MiB."""
-    gc.collect()
-    torch.cuda.empty_cache()
+    free_memory("cuda")
     before = torch.cuda.memory_allocated()
     settings: dict[str, Any] = {"update": "norm", "copies": COPIES, "precision": precision, "together": STREAMS}
     streams = make_adapter(tt.Streams, net, MANY, **settings)
@@ -203,7 +220,5 @@ def run(
             print("\n".join(map(format_row, rows)), flush=True)
         finally:
             net = None
-            gc.collect()
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
+            free_memory(options.device)
         store()

@@ -70,7 +70,7 @@ TRAININGS = {
     "photographs-plain": f"{PHOTOGRAPHS} --weight-decay 0.0005 --method plain --precision tf32",
     "photographs-robust": f"{PHOTOGRAPHS} --weight-decay 0.0005 --recipe robust --precision tf32",
 }
-"""Name → arguments of `testtime train`. The ViTs never saw the held-out images: one network is chosen with and tested."""
+"""Name → arguments of `testtime train`. Settings of the ViTs are chosen with themselves, on images they never saw."""
 
 WAYS = {
     "6": "--copy --epochs 6",

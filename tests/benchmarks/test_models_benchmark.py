@@ -160,8 +160,9 @@ def test_large_models_are_compared_with_plain_training(
     rows = json.loads(out.read_text())["rows"]
     assert [row["model"] for row in rows] == ["testtime vit", "plain torch ConvNet"]
     for row in rows:
-        assert (row["rounds"], row["streams"], row["copies"]) == (5, 2, 2)
+        assert (row["streams"], row["copies"]) == (2, 2)
         for kind in ("online_over_naive", "streams_over_training", "norm_streams_over_streams"):
+            assert row[f"{kind}_rounds"] == 5
             assert row[f"{kind}_range"][0] <= row[kind] <= row[f"{kind}_range"][1]
 
 
