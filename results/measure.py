@@ -149,8 +149,11 @@ EVALUATIONS = {
     "baseline": "--baseline cifar10-resnet26-gn-plain --data cifar10-c --methods plain --shuffle",
     "alp": "--network alp=cifar10-resnet26-gn-alp --data cifar10-c --methods alp --shuffle",
     "uda": "--network 'uda=runs/uda/{set}/network.safetensors' --matrix baselines --methods uda",
-    "best": f"-c {JOINT} --matrix best --precision bf16",
-    "best-levels": f"-c {JOINT} --matrix best --levels 1-4 --no-original --precision bf16",
+    "best": f"-c {JOINT} --matrix best --methods mirrored,fixed-mirrored --precision bf16",
+    "best-levels": f"-c {JOINT} --matrix best --methods mirrored,fixed-mirrored --levels 1-4 --no-original "
+    "--precision bf16",
+    "past-joint": f"-c {JOINT} --matrix best --levels 1,5 --precision bf16",
+    "past-robust": f"-c {ROBUST} --matrix best --levels 1,5 --precision bf16",
     "batch-norm": "-c cifar10-resnet26-bn-joint --baseline cifar10-resnet26-bn-plain --matrix bn --precision bf16 "
     "--limit 2000",
     "fast": f"-c {JOINT} --matrix fast --methods fast --precision bf16",
@@ -161,7 +164,6 @@ EVALUATIONS = {
     "mild-orders": f"-c {JOINT} --matrix mild --methods fixed,online --precision bf16",
     **{f"joint-{seed}": f"-c runs/joint/seed-{seed}/network.safetensors {LEVEL_5}" for seed in (1, 2)},
     "robust-levels": f"-c {ROBUST} --data cifar10-c --methods fixed,online --precision bf16 --shuffle",
-    "robust-best": f"-c {ROBUST} --matrix best --precision bf16",
     **{f"robust-{seed}": f"-c runs/robust/seed-{seed}/network.safetensors {LEVEL_5}" for seed in (1, 2)},
     **{name: f"-c runs/{name}/network.safetensors {LEVEL_5}" for name in FITS if name.startswith("branch-")},
     "robust-x2-level-5": f"-c cifar10-resnet26x2-gn-robust {LEVEL_5}",

@@ -26,5 +26,5 @@ def test_every_step_can_be_run() -> None:
         command, *arguments = shlex.split(measure.command(name))
         given = commands.commands[command].make_context(command, arguments).params  # parses, and runs nothing
         for method in (given.get("methods") or "").split(","):
-            known = {"", "plain", "alp", "uda", "fast", "below-20%"}  # of networks and studies
+            known = {"", "plain", "alp", "uda", "fast", "below-20%", "fixed-mirrored"}  # of networks and studies
             assert method in known or find_spec(method) is not None, f"{name}: {method}"

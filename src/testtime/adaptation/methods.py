@@ -113,7 +113,7 @@ METHODS: dict[str, Method] = {
         *(
             Method(
                 name,
-                "mirrored with information maximisation on a memory of recent images; learns only if the task is hard",
+                "mirrored ttt with information maximisation on a memory of images; learns only if the task is hard",
                 f"{_SUN}; Liang et al., Do We Really Need to Access the Source Data?, ICML 2020",
                 Rehearsal,
                 settings={"update": "encoder", "mirrored": True, "lr": 0.0005},  # see docs/results/rehearsal.md
