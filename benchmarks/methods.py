@@ -38,13 +38,14 @@ from engine import take_time
 from testtime.adaptation.objectives.memory import Memory
 from testtime.adaptation.selection import select_parameters
 from testtime.augment import AugMix, CropFlip
+from testtime.networks.task_loss import EASY, read_task_loss
 from testtime.provenance import describe_machine
 from testtime.randomness import Draws
 
 Predict = Callable[[Tensor], Tensor]
 MARGIN = 0.4 * math.log(10)
-COPIES = {"ttt": 32, "dua": 64, "cotta": 32, "memo": 32, "roid": 1}
-SINGLE = ("ttt", "dua", "memo")
+COPIES = {"ttt": 32, "best": 32, "dua": 64, "cotta": 32, "memo": 32, "roid": 1}
+SINGLE = ("ttt", "best", "dua", "memo")
 """Methods that learn from one image at a time."""
 
 
@@ -344,17 +345,47 @@ def one_by_one(predict: Predict) -> Predict:
     return lambda images: torch.cat([predict(image[None]) for image in images])
 
 
+def measure_rotation(model: tt.YNet, image: Tensor, copies: int) -> Tensor:
+    """The loss of predicting the rotations of copies of an image."""
+    views = make_views(image, copies, 0)
+    turned = torch.cat([torch.rot90(view, turn % 4, (1, 2))[None] for turn, view in enumerate(views)])
+    targets = torch.arange(len(views), device=image.device) % 4
+    return F.cross_entropy(model.train().self_supervise(turned), targets)
+
+
 def ttt(net: tt.YNet) -> Predict:
     model = copy.deepcopy(net)
     assert model.ssl is not None
     optimizer = torch.optim.SGD([*model.encoder.parameters(), *model.ssl.parameters()], lr=0.001)
 
     def predict(image: Tensor) -> Tensor:
-        views = make_views(image, COPIES["ttt"], 0)
-        turned = torch.cat([torch.rot90(view, turn % 4, (1, 2))[None] for turn, view in enumerate(views)])
-        targets = torch.arange(len(views), device=image.device) % 4
-        step(optimizer, F.cross_entropy(model.train().self_supervise(turned), targets))
+        step(optimizer, measure_rotation(model, image, COPIES["ttt"]))
         return model.eval()(image)
+
+    return one_by_one(predict)
+
+
+def best(net: tt.YNet) -> Predict:
+    model, known = copy.deepcopy(net), read_task_loss(net, "copies")
+    assert known is not None
+    optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.0005)
+    limit = average = EASY * known.loss
+    memory: list[Tensor] = []
+
+    def predict(image: Tensor) -> Tensor:
+        nonlocal average
+        memory.append(image)
+        del memory[:-64]
+        loss = measure_rotation(model, image, COPIES["best"])
+        average = 0.99 * average + 0.01 * loss.item()
+        if average > limit:
+            drawn = torch.randint(len(memory), (COPIES["best"],), device=image.device)
+            logits = model.eval()(make_views(torch.cat(memory)[drawn], 1, 0))
+            mean = logits.softmax(1).mean(0)
+            inform = entropy(logits).mean() + (mean * (mean + 1e-5).log()).sum()
+            step(optimizer, loss + 2 * len(memory) / 64 * inform)
+        model.eval()
+        return (model(image) + model(image.flip(-1))) / 2
 
     return one_by_one(predict)
 
@@ -392,11 +423,11 @@ def dua(net: tt.YNet) -> Predict:
 
 
 LOOPS: dict[str, Callable[[tt.YNet], Predict]] = {
-    "ttt": ttt, "norm": norm, "dua": dua, "tent": tent, "shot": shot, "eta": eta,
+    "ttt": ttt, "best": best, "norm": norm, "dua": dua, "tent": tent, "shot": shot, "eta": eta,
     "eata": functools.partial(eta, anchored=True), "sar": sar, "cotta": cotta, "lame": lame, "t3a": t3a, "memo": memo,
     "roid": roid, "rotta": rotta, "actmad": actmad,
 }  # fmt: skip
-"""`rdumb` is `eta` and `best` is `ttt`, as far as speed goes."""
+"""`rdumb` is `eta` and `rehearsal` is `best`; `mirrored` is `ttt` with one more image to predict."""
 EXACT = {"norm", "tent", "shot", "eta", "eata", "sar", "lame", "t3a", "actmad"}
 
 

@@ -164,7 +164,9 @@ EVALUATIONS = {
     "baseline": "--baseline cifar10-resnet26-gn-plain --data cifar10-c --methods plain --shuffle",
     "alp": "--network alp=cifar10-resnet26-gn-alp --data cifar10-c --methods alp --shuffle",
     "uda": "--network 'uda=runs/uda/{set}/network.safetensors' --matrix baselines --methods uda",
-    "mirrored": f"-c {JOINT} --data cifar10-c --methods mirrored --precision bf16 --shuffle",
+    "best": f"-c {JOINT} --matrix best --methods mirrored,fixed-mirrored --precision bf16",
+    "best-levels": f"-c {JOINT} --matrix best --methods mirrored,fixed-mirrored --levels 1-4 --no-original "
+    "--precision bf16",
     "batch-norm": "-c cifar10-resnet26-bn-joint --baseline cifar10-resnet26-bn-plain --matrix bn --precision bf16 "
     "--limit 2000",
     "fast": f"-c {JOINT} --matrix fast --methods fast --precision bf16",

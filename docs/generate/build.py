@@ -24,10 +24,12 @@ from .result_files import (
     TF32,
     by_level,
     find_methods,
+    find_past,
     format_sources,
     in_cifar,
     read_file,
     read_main,
+    read_past,
     read_results,
     read_runs,
 )
@@ -72,13 +74,18 @@ def make_parts() -> dict[Path, Parts]:
     }
 
 
-def make_readme() -> Parts:
-    """The parts of the README."""
-    networks = {
-        "cifar10-resnet26-gn-joint": by_level(read_main())[5],
-        "cifar10-resnet26-gn-robust": by_level(read_results("robust-0"))[5],
-    }
-    return {"expected": errors.format_expected(networks, ("fixed", "episodic", "online", "best"))}
+def make_readme(past: Path = CIFAR) -> Parts:
+    """The parts of the README.
+
+    Args:
+        past: The folder of the results of the study `best`.
+    """
+    tables = {"joint": by_level(read_main())[5], "robust": by_level(read_results("robust-0"))[5]}
+    for name, (own, _) in read_past(past).items():
+        tables[name] = replace(tables[name], rows={**by_level(own)[5].rows, **tables[name].rows})
+    networks = {f"cifar10-resnet26-gn-{name}": one for name, one in tables.items()}
+    columns = ("fixed", "episodic", "online", "mirrored", *(["best"] if read_past(past) else []))
+    return {"expected": errors.format_expected(networks, columns)}
 
 
 def make_speed() -> Parts:
@@ -161,12 +168,12 @@ def make_variants() -> Parts:
     timed = read_runs(costs)
     batch = read_results("batch-norm")
     cheaper = read_results("fast", "threshold", main=("fixed", "episodic"))
-    preset = next(held for name, held in find_methods(read_runs(CIFAR / "best.json")).items() if name == variants.BEST)
+    choice = find_methods(read_runs(CIFAR / "best.json"))[variants.MIRRORED]
     names = ("best", "best-levels", "tuning", "fast", "threshold", "steps", "batch-norm")
     precisions = ("fp32", "tf32", "bf16")
     return {
-        "best": variants.format_preset(read_results("best", "best-levels", main=("fixed", "online"))),
-        "candidates": variants.format_candidates(read_results("tuning"), timed, preset),
+        "mirrored": variants.format_mirrored(read_results("best", "best-levels", main=("fixed", "online"))),
+        "candidates": variants.format_candidates(read_results("tuning"), timed, choice),
         "cheaper": variants.format_cheaper(cheaper, timed, ("fast", "below-20%")),
         "steps and copies": variants.format_grid(read_results("steps", main=("fixed",)), timed),
         "batch normalization": errors.format_table(batch, batch.tables[0]),
@@ -220,8 +227,13 @@ def make_branches() -> Parts:
     }
 
 
-def make_rehearsal() -> Parts:
-    """The parts of the page on how the settings of `rehearsal` were chosen."""
+def make_rehearsal(past: Path = CIFAR) -> Parts:
+    """The parts of the page on how the settings of `rehearsal` were chosen.
+
+    Args:
+        past: The folder of the results of the study `best`; without them, the parts on test sets are empty.
+    """
+    files = [file for own in find_past(past).values() for file in own]
     choices = {
         name: read_file(CIFAR / f"tune-{name}.json") for name in ("ttt", "mirrored", "rehearsal", "memory", "drift")
     }
@@ -233,6 +245,8 @@ def make_rehearsal() -> Parts:
         "parts": methods.format_tuned(choices),
         "grid": methods.format_grid(choices["rehearsal"]),
         "drift": methods.format_grid(choices["drift"]),
+        "test sets": methods.format_ablation(read_past(past)) if files else "",
+        "sources of the test sets": format_sources(*files) if files else "",
         "sources": table(["file", "command"], commands, words=(0, 1)),
     }
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from testtime.evaluation import Run
-from testtime.report.results import MEAN, ORIGINAL, Table, column_title
+from testtime.report.results import MEAN, ORIGINAL, Results, Table, column_title
 
-from .documents import table
-from .result_files import CIFAR, read_runs
+from .documents import ends, points, table
+from .result_files import CIFAR, CONTROL, by_level, compare, read_runs
 
 SANITY = {
     **{
@@ -34,6 +34,9 @@ TUNED = {
     ("memory", "lr=0.0005 weight=2 drift=0 memory=256"): "`rehearsal`, 256 images",
 }
 """Which choice and settings, and titles."""
+BEST = "best"
+ABLATED = ("fixed", "online", "mirrored", "without-memory", BEST, CONTROL)
+"""What `best` is made of, and its control."""
 
 
 def format_sanity() -> str:
@@ -59,6 +62,29 @@ def format_grid(choice: Mapping[str, Any]) -> str:
     """The errors of all settings of a choice."""
     rows = [[f"`{row['name']}`", *(f"{100 * row[cell]:.2f}" for cell in _CELLS)] for row in choice["table"]]
     return table(["error in %", "corrupted", "original"], rows)
+
+
+def format_ablation(networks: Mapping[str, tuple[Results, Results]]) -> str:
+    """The errors of `best` and its parts on the test sets, and the paired differences from the control.
+
+    Args:
+        networks: The results of the study `best` and those of `fixed` and `online`, by the name of the network.
+    """
+    heads, rows = [], {method: [f"`{method}`"] for method in ABLATED}
+    gaps, intervals = [f"`{BEST}` minus `{CONTROL}`"], ["95%, paired"]
+    for name, (results, main) in networks.items():
+        for level, column in ((5, MEAN), *([(1, MEAN)] if 1 in by_level(results) else []), (5, ORIGINAL)):
+            heads.append(f"{name}, {f'level {level}' if column == MEAN else 'original'}")
+            own, more = by_level(results)[level], by_level(main).get(level)
+            found = {**({} if more is None else more.rows), **own.rows}
+            for method, cells in rows.items():
+                cell = found.get(method, {}).get(column)
+                cells.append("" if cell is None else f"{cell.error:.2f}")
+            sets = [own.set_name(each) for each in (own.shifted if column == MEAN else (ORIGINAL,))]
+            gap, interval = compare(results, BEST, CONTROL, sets)
+            gaps.append(points(gap))
+            intervals.append(ends(interval))
+    return table(["error in %", *heads], [*rows.values(), gaps, intervals])
 
 
 def find_errors(run: Run) -> dict[str, str]:

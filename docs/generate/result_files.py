@@ -23,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CIFAR, PICTURES = Path("results/cifar10"), Path("results/imagenette")
 SEEDS, TF32 = tuple(f"seed-{seed}" for seed in range(1, 6)), ("tf32-0", "tf32-1")
 CONTROL = "fixed-mirrored"
-"""The control of the preset `best`, which learns nothing; not one of the methods of the main tables."""
+"""The control of `mirrored` and `best`, which learns nothing; not one of the methods of the main tables."""
+PAST = {"joint": ("past-joint", "levels"), "robust": ("past-robust", "robust-0")}
+"""Networks, the file of the study `best` with each (that of level 1 ends in -mild), and one with `fixed` and `online`."""
 
 
 def in_cifar(*names: str) -> tuple[Path, ...]:
@@ -58,6 +60,27 @@ def read_main() -> Results:
     files = in_cifar("levels", "standard-level-5", "baseline", "uda", "alp", "best")
     runs = [without(CONTROL, run) for file in files for run in read_runs(file)]
     return collect([run for run in runs if run.units])
+
+
+def find_past(folder: Path = CIFAR) -> dict[str, tuple[Path, ...]]:
+    """The files of `PAST` by network, as far as they exist; the last has `fixed` and `online`.
+
+    Args:
+        folder: The folder of the results of the study `best`.
+    """
+    found = {}
+    for name, (own, main) in PAST.items():
+        files = [folder / f"{own}{suffix}.json" for suffix in ("", "-mild")]
+        if (ROOT / files[0]).exists():
+            found[name] = (*(file for file in files if (ROOT / file).exists()), CIFAR / f"{main}.json")
+    return found
+
+
+@functools.cache
+def read_past(folder: Path = CIFAR) -> dict[str, tuple[Results, Results]]:
+    """The results of the study `best`, and those of `fixed` and `online`, by network; see `find_past`."""
+    read = {name: [read_runs(file) for file in files] for name, files in find_past(folder).items()}
+    return {name: (collect([run for one in own for run in one]), collect(main)) for name, (*own, main) in read.items()}
 
 
 def without(method: str, run: Run) -> Run:

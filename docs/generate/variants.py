@@ -1,4 +1,4 @@
-"""Tables of other settings: what they cost, fewer steps, more copies, the preset `best` and its candidates."""
+"""Tables of other settings: what they cost, fewer steps, more copies, the method `mirrored` and its candidates."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from testtime.report.results import BASELINE, MEAN, ORIGINAL, Results, method_ti
 from .documents import ends, points, table
 from .result_files import CONTROL, by_level, compare, count_images, find_methods, is_same_method, time_methods
 
-BEST = "best"
+MIRRORED = "mirrored"
 
 
 def format_costs(runs: Sequence[Run]) -> str:
     """The time that an image takes each method, the shortest first."""
-    seconds, images = time_methods(runs), count_images(runs)
+    seconds, images, known = time_methods(runs), count_images(runs), find_methods(runs)
     rows = [
         [
-            f"`{method}`",
+            _name(method, known[method]),
             f"{images[method]:,}",
             f"{100 * _share_adapted(runs, method):.0f}",
             _milliseconds(cost),
@@ -29,6 +29,11 @@ def format_costs(runs: Sequence[Run]) -> str:
         for method, cost in sorted(seconds.items(), key=lambda item: item[1])
     ]
     return table(["", "images", "% learned from", "ms an image", f"× {BASELINE}"], rows)
+
+
+def _name(method: str, about: Mapping[str, Any]) -> str:
+    """The name of a method; version 0.1 called `mirrored` `best`, and its runs do not record it."""
+    return "`best` of 0.1" if method == "best" and "method" not in about["settings"] else f"`{method}`"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -84,31 +89,31 @@ def format_grid(results: Results, timed: Sequence[Run]) -> str:
     return "\n\n".join(tables)
 
 
-def format_preset(results: Results) -> str:
-    """The preset, its control, and the paired differences at every level."""
+def format_mirrored(results: Results) -> str:
+    """The method `mirrored`, its control, and the paired differences at every level."""
     levels = by_level(results)
-    first = next(one for one in levels.values() if ORIGINAL in one.rows[BEST])
+    first = next(one for one in levels.values() if ORIGINAL in one.rows[MIRRORED])
     places = [(first, (ORIGINAL,)), *((one, one.shifted) for one in levels.values())]
     rows = []
-    for method in ("fixed", CONTROL, "online", BEST):
+    for method in ("fixed", CONTROL, "online", MIRRORED):
         cells = [one.rows[method][ORIGINAL if columns == (ORIGINAL,) else MEAN] for one, columns in places]
         rows.append([method_title(method), *(f"{cell.error:.2f}" for cell in cells)])
-    for one, two in ((CONTROL, "fixed"), (BEST, CONTROL), (BEST, "online")):
+    for one, two in ((CONTROL, "fixed"), (MIRRORED, CONTROL), (MIRRORED, "online")):
         found = [compare(results, one, two, [place.set_name(name) for name in names]) for place, names in places]
         rows.append([f"{one} minus {two}", *(points(gap) for gap, _ in found)])
         rows.append(["95%, paired", *(ends(interval) for _, interval in found)])
     return table(["error in %, mean over the corruptions", "original", *(f"level {level}" for level in levels)], rows)
 
 
-def format_candidates(results: Results, timed: Sequence[Run], preset: Mapping[str, Any]) -> str:
-    """The candidates for the preset, the lowest error first."""
+def format_candidates(results: Results, timed: Sequence[Run], choice: Mapping[str, Any]) -> str:
+    """The candidates of which one was chosen, the lowest error first."""
     shown, costs, methods = results.tables[0], time_methods(timed, results.runs), find_methods(results.runs)
     learning = {name: held["settings"] for name, held in methods.items() if held["mode"] != "fixed"}
     keys = list(dict.fromkeys(key for held in learning.values() for key in held))
     keys = [key for key in keys if len({str(held.get(key)) for held in learning.values()}) > 1]
     rows = []
     for name, row in sorted(shown.rows.items(), key=lambda item: item[1][MEAN].error):
-        chosen = " (chosen)" if is_same_method(methods[name], preset) else ""
+        chosen = " (chosen)" if is_same_method(methods[name], choice) else ""
         settings = [_value(learning.get(name, {}).get(key)) for key in keys]
         errors = [f"{row[MEAN].error:.2f}", f"{row[MEAN].half_width:.2f}"]
         rows.append([f"`{name}`{chosen}", *settings, *errors, _milliseconds(costs[name])])

@@ -42,6 +42,17 @@ def test_every_image_is_predicted_in_its_mode(batch: int) -> None:
     assert found.adapted.tolist() == [mode != "fixed" for mode in modes]
 
 
+@pytest.mark.parametrize("method", ["mirrored", "best"])
+def test_other_methods(method: str) -> None:
+    net, images, given = make_network(), pictures(6), GIVEN | {"method": method}
+    never = Auto(net, calibration=Calibration(None, None), **given)
+    assert close(never.predict(images), Fixed(net, mirrored=True).predict(images))
+    always = Auto(net, calibration=Calibration(online=0.0), **given)
+    assert close(always.predict(images), Online(net, **given).predict(images))
+    episodes = Auto(net, calibration=Calibration(None, 0.0), **given)
+    assert close(episodes.predict(images), Episodic(net, **given).predict(images))
+
+
 def test_never_and_always() -> None:
     net, images = make_network(), pictures(6)
     assert close(Auto(net, calibration=Calibration(None, None)).predict(images), Fixed(net).predict(images))

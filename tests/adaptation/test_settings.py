@@ -68,7 +68,7 @@ PAPER: dict[str, Any] = {"steps": 1, "lr": 0.001, "copies": 32, "threshold": 1.0
 PAPER |= {"optimizer": torch.optim.SGD, "share": "image", "mirrored": False}
 
 
-@pytest.mark.parametrize("method", ["ttt", "best"])
+@pytest.mark.parametrize("method", ["ttt", "mirrored"])
 @pytest.mark.parametrize("kind", [Online, functools.partial(Streams, count=COUNT)])
 def test_a_method_is_its_settings_bit_for_bit(kind: Callable[..., Any], method: str) -> None:
     net = network()
@@ -87,6 +87,42 @@ def test_the_papers_method_is_the_default() -> None:
     assert usual.settings == paper.settings != best.settings
     with pytest.raises(ValueError, match="another settings"):
         paper.load_state_dict(best.state_dict())
+
+
+@pytest.mark.parametrize("kind", [Online, Episodic, functools.partial(Streams, count=COUNT)])
+def test_best_and_rehearsal_are_one_method(kind: Callable[..., Any]) -> None:
+    net = network()
+    best, named = (kind(net, method=name, copies=2) for name in ("best", "rehearsal"))
+    assert replace(best.method, name="rehearsal") == named.method == METHODS["rehearsal"]
+    assert best.describe() == named.describe() == {"method": "rehearsal"} | best.settings.describe()
+    assert same(best.predict(pictures()), named.predict(pictures()))
+    resumed = [kind(net, method=name, copies=2) for name in ("rehearsal", "best")]
+    for one, other in zip((best, named), resumed, strict=True):
+        other.load_state_dict(one.state_dict())
+    expected = best.predict(pictures(seed=1))
+    assert all(same(one.predict(pictures(seed=1)), expected) for one in (named, *resumed))
+    without = kind(net, method="best", constants={"memory": 0})
+    assert [one.holds_images for one in (best, named, without)] == [True, True, False]
+
+
+@pytest.mark.parametrize("kind", [Online, Episodic, functools.partial(Streams, count=COUNT)])
+def test_a_state_of_best_of_version_0_1_is_that_of_mirrored(kind: Callable[..., Any]) -> None:
+    """There `best` had the settings of `mirrored`, and its states no name."""
+    net = network()
+    old = kind(net, mirrored=True, copies=2)
+    assert "method" not in old.describe()
+    old.predict(pictures())
+    state = old.state_dict()
+    mirrored, best = (kind(net, method=name, copies=2) for name in ("mirrored", "best"))
+    alike = kind(net, method="best", copies=2, update="encoder+ssl", lr=0.001)  # all settings, but not the method
+    for one in (best, alike):
+        with pytest.raises(ValueError, match="another settings"):
+            one.load_state_dict(state)
+        assert one.seen == 0
+    with pytest.raises(ValueError, match="another settings"):
+        mirrored.load_state_dict(best.state_dict())
+    mirrored.load_state_dict(state)
+    assert same(mirrored.predict(pictures(seed=1)), old.predict(pictures(seed=1)))
 
 
 @pytest.mark.parametrize("kind", [Online, Episodic, functools.partial(Streams, count=COUNT)])

@@ -148,7 +148,7 @@ def test_padding_needs_a_number() -> None:
 
 
 def test_which_methods_hold_images() -> None:
-    assert {name for name, method in METHODS.items() if method.holds_images} == {"rehearsal", "rotta"}
+    assert {name for name, method in METHODS.items() if method.holds_images} == {"best", "rehearsal", "rotta"}
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -23,6 +23,7 @@ NET = ("-c", "digits-resnet8-gn-joint", "--device", "cpu")
         (("--ttl", "-1"), 2, "`ttl` must be a positive number"),
         (("--on-collapse", "panic"), 2, "--on-collapse"),
         (("--method", "rotta", "--no-image-memory"), 2, "stores recent images"),
+        (("--method", "best", "--no-image-memory"), 2, "'best' stores recent images"),
         (("--token-file", "none"), 1, "none: no such file"),
         (("-c", "unknown"), 1, "unknown"),
     ],

@@ -15,7 +15,7 @@ from generate.documents import fill, table
 import testtime as tt
 from testtime.corruptions import CORRUPTIONS
 from testtime.demo import CHOICE, METHODS, SHIFTS
-from testtime.evaluation import open_runs
+from testtime.evaluation import make_plan, open_runs
 from testtime.report.paper import PAPER_NAMES, find_table
 from testtime.report.results import MEAN, collect
 from testtime.report.sources import compare_methods
@@ -142,6 +142,15 @@ def test_the_files_belong_together() -> None:
     for unit in (unit for run in runs[1:] for unit in run.units if unit.method == "fixed"):
         whole, here = known[unit.set_name], unit.verdicts()
         assert np.array_equal(whole.right[np.isin(whole.samples, here.samples)], here.right)
+
+
+@pytest.mark.parametrize("name", ["best", "best-levels"])
+def test_the_results_of_mirrored_are_of_its_present_settings(name: str) -> None:
+    (run,) = open_runs(RESULTS / f"{name}.json")
+    plan = make_plan("best", checkpoint="x", methods="mirrored,fixed-mirrored", precision=["bf16"])
+    ours = {method.name: method.describe(tt.load("cifar10-resnet26-gn-joint")) for method in plan.methods}
+    assert run.configuration["methods"].keys() == ours.keys() == {unit.method for unit in run.units}
+    assert compare_methods(run.configuration["methods"], ours) == []
 
 
 def test_the_results_of_the_demo_are_of_its_present_settings() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from generate import errors, imagenet, service, speed, streams, variants
-from generate.result_files import compare, time_methods
+from generate import build, errors, imagenet, methods, service, speed, streams, variants
+from generate.result_files import compare, read_past, time_methods
 
 from report_runs import make_columns, make_run
-from testtime.evaluation import Run
+from testtime.evaluation import Run, write_summary
 from testtime.report.results import Results, collect
 from testtime.report.sources import ResultsError
 
@@ -72,6 +72,55 @@ def test_means_and_differences(results: Results, tmp_path: Path) -> None:
 def test_expected_errors(results: Results) -> None:
     shown = errors.format_expected({"net": results.tables[0]}, ("fixed", "best")).splitlines()
     assert shown[2:] == ["| `net` | original images | 8.0 |  |", "|  | mean of 15 corruptions, level 5 | 23.3 |  |"]
+
+
+PAST = {
+    "best": [2, *[9, 5, 4], *[3, 3, 2]],
+    "without-memory": [3, *[10, 6, 5], *[4, 3, 3]],
+    "mirrored": [3, *[11, 6, 5], *[4, 4, 3]],
+    "fixed-mirrored": [3, *[20, 15, 9], *[5, 4, 4]],
+}
+"""Wrong answers on the original images, at level 5 and at level 1."""
+
+
+def test_the_parts_of_best_on_the_test_sets(tmp_path: Path) -> None:
+    assert build.make_rehearsal(tmp_path / "none")["test sets"] == ""
+    sets = ("cifar10", *(f"cifar10-c/{name}/{level}" for level in (5, 1) for name in SHIFTS))
+    write_summary(tmp_path / "past-joint.json", [make(tmp_path / "run", PAST, sets)])
+    main = collect([make(tmp_path / "main", {"fixed": [4, 25, 16, 9]}, LEVEL_5)])
+    shown = methods.format_ablation({"net": (read_past(tmp_path)["joint"][0], main)})
+    assert shown.splitlines()[0] == "| error in % | net, level 5 | net, level 1 | net, original |"
+    assert row(shown, "`fixed`") == ["33.33", "", "8.00"]
+    assert row(shown, "`online`") == ["", "", ""]
+    assert row(shown, "`without-memory`") == ["14.00", "6.67", "6.00"]
+    assert row(shown, "`best`") == ["12.00", "5.33", "4.00"]
+    assert row(shown, "`best` minus `fixed-mirrored`") == ["−17.33", "−3.33", "−2.00"]
+    # One of 50 images differs on the original set: none to three of them in 95% of the samples.
+    assert row(shown, "95%, paired")[2] == "−6.00 to 0.00"
+    parts = build.make_rehearsal(tmp_path)
+    assert row(parts["test sets"], "`best`") == ["12.00", "5.33", "4.00"]
+    levels = read_past(tmp_path)["joint"][1]
+    assert row(parts["test sets"], "`online`")[1] == f"{levels.tables[-1].rows['online']['mean'].error:.2f}"
+    assert "past-joint.json" in parts["sources of the test sets"]
+    assert "levels.json" in parts["sources of the test sets"]
+
+
+def test_the_readme_shows_best_once_it_is_measured(tmp_path: Path) -> None:
+    before = build.make_readme(tmp_path / "none")["expected"].splitlines()
+    write_summary(tmp_path / "past-robust.json", [make(tmp_path / "run", {k: v[:4] for k, v in PAST.items()})])
+    after = build.make_readme(tmp_path)["expected"].splitlines()
+    assert "`best`" not in before[0]
+    assert after[0] == f"{before[0]} `best` |"
+    assert after[2:4] == [f"{line}  |" for line in before[2:4]]  # the joint network is not measured
+    assert [line.split("|")[-3:-1] for line in after[4:]] == [[" 6.0 ", " 4.0 "], [" 14.7 ", " 12.0 "]]
+
+
+def test_a_method_that_was_called_best_is_named_so(tmp_path: Path) -> None:
+    old, new = (
+        [make(tmp_path / f"{one}", {"fixed": [0], "best": [0]}, LEVEL_5[:1], **{one: 1})] for one in ("lr", "method")
+    )
+    assert row(variants.format_costs(old), "`best` of 0.1")[0] == "50"
+    assert row(variants.format_costs(new), "`best`")[0] == "50"
 
 
 def test_where_online_is_above_fixed(results: Results) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import testtime as tt
+from report_runs import make_columns, make_run
 from testtime.adaptation.methods import METHODS
-from testtime.evaluation import make_plan
+from testtime.evaluation import MethodSpec, RunError, make_plan
 from testtime.evaluation.method_specs import find_spec, read_method
+from testtime.evaluation.units import prepare_folder
+from testtime.report.sources import compare_methods
 
 
 def test_a_name_alone_stands_for_the_method_in_its_own_mode() -> None:
@@ -50,3 +55,15 @@ def test_a_study_may_leave_out_the_mode_and_set_resets() -> None:
             read_method("often", {"method": "tent", **bad})
     with pytest.raises(ValueError, match="`mode` or a `method`"):
         read_method("often", {"steps": 2})
+
+
+def test_a_run_of_best_of_version_0_1_is_neither_continued_nor_combined_with_another(tmp_path: Path) -> None:
+    """There `best` was `mirrored`, and runs did not name it."""
+    net = tt.resnet26(depth=8)
+    old, new = ({"best": MethodSpec("best", "online", method=one).describe(net)} for one in ("mirrored", "best"))
+    assert "method" not in old["best"]["settings"]
+    run = make_run(tmp_path / "run", {("best", "digits", 0): make_columns([True, False])}, {"methods": old})
+    prepare_folder(run.path, {"methods": old}, {})
+    with pytest.raises(RunError, match=r"another configuration .*best\.settings\.method"):
+        prepare_folder(run.path, {"methods": new}, {})
+    assert any(text.startswith("best.settings.method") for text in compare_methods(old, new))

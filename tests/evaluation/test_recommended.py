@@ -22,6 +22,15 @@ def test_a_mode_overrides_its_method() -> None:
     assert find_recommended(SETTINGS, "ttt", "fixed") == {}
 
 
+def test_best_has_those_of_its_method() -> None:
+    card = {"best": {"lr": 0.1, "copies": 2}, "rehearsal": {"lr": 0.2}, "mirrored": {"lr": 0.3}}
+    for name in ("best", "rehearsal"):
+        assert find_recommended(card, name, "online") == {"lr": 0.2, "copies": 2}
+        settings = make_recommended(tt.METHODS[name], card).make_settings("online", {})
+        assert (settings.lr, settings.copies) == (0.2, 2)
+    assert find_recommended(card, "mirrored", "online") == {"lr": 0.3}
+
+
 def test_a_method_has_those_of_each_mode() -> None:
     card = SETTINGS | {"online": {"lr": 0.2, "task": {"name": "rotation", "each": "all"}}}
     ttt = make_recommended(tt.METHODS["ttt"], card)

@@ -755,7 +755,7 @@ def test_a_method_that_learns_nothing_has_a_precision_and_may_answer_mirrored(tm
     assert alone.methods[0].describe(net)["settings"]["precision"] == "tf32"
 
 
-def test_the_preset_best_is_a_usual_method_that_is_run_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_best_is_a_usual_method_that_is_run_where_it_is_asked_for(tmp_path: Path) -> None:
     study = tmp_path / "s.toml"
     study.write_text('[methods.wide]\nmode = "online"\nmethod = "best"\ncopies = 64\n')
     net = resnet26(depth=8)
@@ -766,9 +766,10 @@ def test_the_preset_best_is_a_usual_method_that_is_run_where_it_is_asked_for(tmp
     assert best.settings == Online(net, method="best", lr=0.002, seed=3).settings
     assert plan.method("best").make_streams(net, 3, 2).settings == best.settings
     wide = make_plan(study, checkpoint="x", data=["digits"]).method("wide")
-    described = Online(net, method="best", copies=64).settings.describe()
+    described = Online(net, method="best", copies=64).settings.describe() | {"method": "rehearsal"}
     del described["seed"]
     assert wide.describe(net) == {"mode": "online", "network": "joint", "settings": described}
+    assert MethodSpec("wide", "online", settings={"copies": 64}, method="rehearsal").describe(net) == wide.describe(net)
     assert wide.make_settings().copies == 64
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -926,7 +927,14 @@ def test_the_studies_are_the_papers() -> None:
     assert names(made["best"]) == ["cifar10", *(f"cifar10-c/{c}/5" for c in CORRUPTIONS)]
     assert made["best"].shuffle
     control = MethodSpec("fixed-mirrored", "fixed", settings={"mirrored": True})
-    assert made["best"].methods == (make_plan(checkpoint="x", data=["digits"], methods="best").methods[0], control)
+    best, mirrored = make_plan(checkpoint="x", data=["digits"], methods="best,mirrored").methods
+    without = MethodSpec("without-memory", "online", settings={"constants": {"memory": 0}}, method="best")
+    assert made["best"].methods == (best, without, mirrored, control)
+    net = resnet26(depth=8)
+    assert [one.make(net, 0).holds_images for one in made["best"].methods] == [True, False, False, False]
+    some = make_plan("best", checkpoint="x", levels="1,5")
+    assert names(some) == ["cifar10", *(f"cifar10-c/{c}/{level}" for c in CORRUPTIONS for level in (1, 5))]
+    assert some.methods == made["best"].methods
     assert names(made["tuning"]) == [f"cifar10-c/{c}/3" for c in CORRUPTIONS]
     assert names(made["mild"]) == ["cifar10", *(f"cifar10-c/{c}/1" for c in ("fog", "brightness", "contrast"))]
     assert made["mild"].seeds == (0, 1, 2, 3)

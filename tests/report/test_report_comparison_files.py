@@ -63,6 +63,16 @@ def test_settings_that_tune_chose_are_named(tmp_path: Path) -> None:
     assert "lowest mean error on digits-held-out (tent)" in dict(sheet.notes)["Settings"]
 
 
+def test_best_of_version_0_1_is_mirrored(tmp_path: Path) -> None:
+    """Its record has no name, only the settings."""
+    settings = {"steps": 1, "lr": 0.001, "copies": 32, "update": "encoder+ssl", "mirrored": True}
+    methods = METHODS | {"best": {"mode": "online", "network": "joint", "settings": settings}}
+    units = {(method, name, 0): make_columns([True, False]) for method in ("fixed", "best") for name in SETS}
+    run = make_run(tmp_path / "run", units, configure({"name": "reset", "batch": 2}, methods=methods))
+    (sheet,) = make_sheets(compare_runs([run]))
+    assert dict(sheet.notes)["Settings"] == "none (fixed); not selected: the papers' settings (best)"
+
+
 def test_methods_are_compared_on_the_same_streams(tmp_path: Path) -> None:
     units = {("fixed", name, 0): make_columns([True, False]) for name in SETS}
     units |= {("tent", name, 0): make_columns([True, True]) for name in SETS[:2]}

@@ -295,12 +295,23 @@ def test_a_full_queue_and_a_busy_stream_are_refused(tmp_path: Path) -> None:
         assert other.result(60)["version"] == 1
 
 
-def test_the_memory_of_images_can_be_forbidden(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["rotta", "rehearsal", "best"])
+def test_the_memory_of_images_can_be_forbidden(tmp_path: Path, name: str) -> None:
     with (
-        pytest.raises(ValueError, match="'rotta' stores recent images"),
-        open_engine(tmp_path, method=METHODS["rotta"], image_memory=False),
+        pytest.raises(ValueError, match=f"'{name}' stores recent images"),
+        open_engine(tmp_path, method=METHODS[name], image_memory=False),
     ):
         pass
+
+
+def test_a_method_without_its_memory_is_not_forbidden(tmp_path: Path) -> None:
+    best = METHODS["best"]
+    without = replace(best, settings={**best.settings, "copies": 2, "constants": {"memory": 0}})
+    with open_engine(tmp_path, method=without, image_memory=False) as (engine, batcher):
+        online = Online(network(), method=without)
+        expected = [online.predict(image(seed)[None]).logits.softmax(-1)[0].tolist() for seed in range(3)]
+        assert found(ask(batcher, "a", 0, 1, 2)) == expected
+        assert not engine.holds_images
 
 
 def test_shadow_mode_answers_as_the_original_network_and_learns(tmp_path: Path) -> None:

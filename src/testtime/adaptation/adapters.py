@@ -30,7 +30,7 @@ from testtime.adaptation.batching import choose_fastest, find_most, run_fitting
 from testtime.adaptation.guard import gate
 from testtime.adaptation.inputs import check_images, check_samples, send
 from testtime.adaptation.learner import Learner
-from testtime.adaptation.methods import METHODS, Method, Mode, find_method
+from testtime.adaptation.methods import ALIASES, METHODS, Method, Mode, find_method
 from testtime.adaptation.objectives import Entropy
 from testtime.adaptation.optimizers import is_rowwise
 from testtime.adaptation.prediction import Prediction
@@ -135,9 +135,9 @@ class Adapter(Stateful):
 
     def describe(self) -> dict[str, Any]:
         """Return method and settings, JSON-serializable."""
-        # Records of version 0.1 have no method, only the settings of its presets.
-        known = METHODS["ttt"], METHODS["best"], METHODS["mirrored"]
-        named: dict[str, Any] = {} if self.method in known else {"method": self.method.name}
+        # Records of version 0.1 have no method, only the settings of its presets; its `best` is `mirrored`.
+        known, name = (METHODS["ttt"], METHODS["mirrored"]), self.method.name
+        named: dict[str, Any] = {} if self.method in known else {"method": ALIASES.get(name, name)}
         statistics = self._networks[0].statistics
         compares = "statistics" in self.method.needs or getattr(self.method.objective, "compares", False)
         if compares and statistics is not None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from testtime.adaptation.methods import Method, Mode
+from testtime.adaptation.methods import ALIASES, Method, Mode
 from testtime.evaluation.method_specs import MethodSpec
 from testtime.networks.card import CheckpointError
 from testtime.networks.checkpoint import find_checkpoint, read_parts
@@ -39,14 +39,16 @@ def find_recommended(settings: Mapping[str, dict[str, Any]], method: str, mode: 
     """Return the settings that a card recommends for a method in a mode; empty if none.
 
     Args:
-        settings: `Card.settings`. The keys are names of methods; `online` and `episodic` are the method `ttt` in that
-            mode, and override the key `ttt`.
+        settings: `Card.settings`. The keys are names of methods, in which `best` is what it stands for in this version;
+            `online` and `episodic` are the method `ttt` in that mode, and override the key `ttt`.
         method: A name from `METHODS`.
         mode: The mode; nothing is recommended for `fixed`.
     """
     if mode == "fixed":
         return {}
-    return {**settings.get(method, {}), **(settings.get(mode, {}) if method == "ttt" else {})}
+    own = ALIASES.get(method, method)
+    keys = [*(alias for alias, name in ALIASES.items() if name == own), own, *([mode] if own == "ttt" else [])]
+    return {name: value for key in keys for name, value in settings.get(key, {}).items()}
 
 
 def make_recommended(method: Method, settings: Mapping[str, dict[str, Any]]) -> Method:

@@ -189,7 +189,7 @@ def _method_name(entry: Mapping[str, Any]) -> str | None:
     if entry.get("mode") not in ("episodic", "online"):
         return None
     settings = _settings_of(entry)
-    name = settings.get("method", "best" if settings.get("mirrored") else "ttt")
+    name = settings.get("method", "mirrored" if settings.get("mirrored") else "ttt")
     return name if isinstance(name, str) and name in METHODS else None
 
 

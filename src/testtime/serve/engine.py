@@ -68,7 +68,8 @@ class Engine:
         given: dict[str, Any] = {} if precision is None else {"precision": precision}
         followed = method if settings.on_collapse == "guard" else follow(method)
         self._streams = Streams(net, settings.slots, method=followed, **padding, **given)
-        if self._streams.holds_images and not settings.image_memory:
+        self.holds_images = self._streams.holds_images
+        if self.holds_images and not settings.image_memory:
             raise ValueError(f"The method {method.name!r} stores recent images, which --no-image-memory forbids.")
         self._episodic = Episodic(net, method=method, parallel=group or "auto", **given)
         observed = {"precision": self._streams.settings.precision, "mirrored": self._streams.settings.mirrored}

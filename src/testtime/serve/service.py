@@ -80,7 +80,7 @@ class Service:
         self._net, self._reference, self._needs_reference = net, None, method.needs_branch
         self.about: dict[str, Any] = {"network": name, "method": method.name, "version": __version__}
         self.about |= {"size": net.card.size, "channels": channels, "classes": list(net.card.classes)}
-        self.about |= {"shadow": settings.shadow, "slots": settings.slots, "holds_images": method.holds_images}
+        self.about |= {"shadow": settings.shadow, "slots": settings.slots, "holds_images": self.engine.holds_images}
         self.about |= {"thumbnails": settings.thumbnails, "reference_loss": None, "demo": None}
 
     def start(self) -> None:

@@ -198,6 +198,7 @@ def test_a_step_computed_by_hand() -> None:
 def test_constants_are_those_of_the_objective() -> None:
     net = network("group")
     assert METHODS["rehearsal"].holds_images
+    assert METHODS["best"].holds_images
     assert METHODS["rotta"].holds_images
     assert not Online(net).holds_images
     assert Online(net, constants={"memory": 3}, **GIVEN).describe()["constants"] == {"memory": 3}
