@@ -25,7 +25,7 @@ SEEDS, TF32 = tuple(f"seed-{seed}" for seed in range(1, 6)), ("tf32-0", "tf32-1"
 CONTROL = "fixed-mirrored"
 """The control of `mirrored` and `best`, which learns nothing; not one of the methods of the main tables."""
 PAST = {"joint": ("past-joint", "levels"), "robust": ("past-robust", "robust-0")}
-"""Networks, the file of the study `best` with each (that of level 1 ends in -mild), and one with `fixed` and `online`."""
+"""Networks, the file of the study `best` with each (level 1: ending in -mild), and one with `fixed` and `online`."""
 
 
 def in_cifar(*names: str) -> tuple[Path, ...]:
