@@ -66,6 +66,7 @@ def make_parts() -> dict[Path, Parts]:
         docs / "results/branches.md": make_branches(),
         docs / "results/methods.md": make_methods(),
         docs / "results/rehearsal.md": make_rehearsal(),
+        docs / "results/vit.md": make_vit(),
         docs / "results/gradients.md": {
             "gradients": errors.format_correlations(join_gradients("correlations")),
             "without labels": errors.format_correlations(join_gradients("stand-ins")),
@@ -74,18 +75,15 @@ def make_parts() -> dict[Path, Parts]:
     }
 
 
-def make_readme(past: Path = CIFAR) -> Parts:
-    """The parts of the README.
-
-    Args:
-        past: The folder of the results of the study `best`.
-    """
-    tables = {"joint": by_level(read_main())[5], "robust": by_level(read_results("robust-0"))[5]}
-    for name, (own, _) in read_past(past).items():
-        tables[name] = replace(tables[name], rows={**by_level(own)[5].rows, **tables[name].rows})
-    networks = {f"cifar10-resnet26-gn-{name}": one for name, one in tables.items()}
-    columns = ("fixed", "episodic", "online", "mirrored", *(["best"] if read_past(past) else []))
-    return {"expected": errors.format_expected(networks, columns)}
+def make_readme() -> Parts:
+    """The parts of the README."""
+    own, main = read_past()["robust"]
+    robust = by_level(main)[5]
+    networks = {
+        "`cifar10-resnet26-gn-joint`": by_level(read_main())[5],
+        "`cifar10-resnet26-gn-robust`": replace(robust, rows={**by_level(own)[5].rows, **robust.rows}),
+    }
+    return {"expected": errors.format_expected(networks, ("fixed", "episodic", "online", "mirrored", "best"))}
 
 
 def make_speed() -> Parts:
@@ -118,7 +116,7 @@ def make_imagenet() -> Parts:
 def make_summary() -> Parts:
     """The parts of the summary of results."""
     results, part = read_main(), read_results("standard-levels-1-4")
-    names = ("levels", "standard-level-5", "standard-levels-1-4", "baseline", "uda", "alp", "best")
+    names = ("levels", "standard-level-5", "standard-levels-1-4", "baseline", "uda", "alp", "best", "past-joint")
     return {
         "means": errors.format_means(results, part),
         "level 5": errors.format_table(results, by_level(results)[5]),
@@ -231,7 +229,7 @@ def make_rehearsal(past: Path = CIFAR) -> Parts:
     """The parts of the page on how the settings of `rehearsal` were chosen.
 
     Args:
-        past: The folder of the results of the study `best`; without them, the parts on test sets are empty.
+        past: The folder of the results of the study `best`.
     """
     files = [file for own in find_past(past).values() for file in own]
     choices = {
@@ -245,9 +243,28 @@ def make_rehearsal(past: Path = CIFAR) -> Parts:
         "parts": methods.format_tuned(choices),
         "grid": methods.format_grid(choices["rehearsal"]),
         "drift": methods.format_grid(choices["drift"]),
-        "test sets": methods.format_ablation(read_past(past)) if files else "",
-        "sources of the test sets": format_sources(*files) if files else "",
+        "test sets": methods.format_ablation(read_past(past)),
+        "sources of the test sets": format_sources(*files),
         "sources": table(["file", "command"], commands, words=(0, 1)),
+    }
+
+
+def make_vit() -> Parts:
+    """The parts of the page on vision transformers."""
+    names = {"`cifar10-vit-masked`": "vit-masked", "ViT, rotation": "vit-rotation"}
+    networks = {title: by_level(read_results(f"{name}-level-5"))[5] for title, name in names.items()}
+    chosen = {
+        name: read_file(CIFAR / f"tune-{name}.json") for name in ("vit-masked", "vit-rotation", "vit-rotation-best")
+    }
+    commands = [
+        [f"[`tune-{name}.json`](../../results/cifar10/tune-{name}.json)", f"`{held['command']}`"]
+        for name, held in chosen.items()
+    ]
+    return {
+        "errors": errors.format_expected(networks, ("fixed", "online", "best")),
+        **{name: methods.format_grid(choice) for name, choice in chosen.items()},
+        "choices": table(["file", "command"], commands, words=(0, 1)),
+        "sources": format_sources(*in_cifar(*(f"{name}-level-5" for name in names.values()))),
     }
 
 

@@ -24,13 +24,11 @@ def format_table(results: Results, one: Table, measure: Measure = "error") -> st
 
 
 def format_expected(networks: Mapping[str, Table], methods: Sequence[str]) -> str:
-    """The errors of a few methods at level 5 and on the original images, by the name of the network."""
+    """The errors of a few methods at level 5 and on the original images, by the title of the network."""
     rows = []
     for name, top in networks.items():
         for words, column in (("original images", ORIGINAL), ("mean of 15 corruptions, level 5", MEAN)):
-            rows.append(
-                [f"`{name}`" if column == ORIGINAL else "", words, *(_error(top, each, column) for each in methods)]
-            )
+            rows.append([name if column == ORIGINAL else "", words, *(_error(top, each, column) for each in methods)])
     return table(["error in %", "", *(f"`{method}`" for method in methods)], rows, words=(0, 1))
 
 

@@ -59,7 +59,10 @@ def read_main() -> Results:
     """The tables on all images: `fixed` and `online` at every level, and further methods."""
     files = in_cifar("levels", "standard-level-5", "baseline", "uda", "alp", "best")
     runs = [without(CONTROL, run) for file in files for run in read_runs(file)]
-    return collect([run for run in runs if run.units])
+    (past,) = read_runs(CIFAR / "past-joint.json")
+    for name in (CONTROL, "without-memory", "mirrored"):  # `mirrored` is that of "best", measured at every level
+        past = without(name, past)
+    return collect([*(run for run in runs if run.units), past])
 
 
 def find_past(folder: Path = CIFAR) -> dict[str, tuple[Path, ...]]:

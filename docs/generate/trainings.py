@@ -20,6 +20,7 @@ FILES: Mapping[str, Path] = {
         name: CIFAR / f"training-{name}.json"
         for name in (ALONE, "gn-plain", "gn-alp", "bn-joint", "bn-plain", *SEEDS, "tf32-0", "tf32-1", *TOGETHER, "uda")
     },
+    **{name: CIFAR / f"training-{name}.json" for name in ("vit-masked", "vit-rotation")},
     **{f"imagenette-{name}": PICTURES / f"training-{name}.json" for name in ("joint", "plain")},
 }
 
@@ -45,16 +46,17 @@ def describe(records: Sequence[Mapping[str, Any]], nets: Mapping[str, YNet], alo
         name for name, net in nets.items() if hash_tensors(net.state_dict().values()) == held["network"].get("start")
     ]
     bundle = [name for name, net in nets.items() if _is_same(net.card.record, records[0])]
+    held_out = " ‡" if "held_out" in held.get("data", {}) else ""
     several = f", one for each of {len(records)} sets" if len(records) > 1 else ""
     return [
-        f"{shape['name'].replace('resnet', 'ResNet-')}, {shape['norm'].capitalize()} Normalization",
+        _title(shape),
         f"{recipe['method']}{several}{f', from `{start[0]}`' if start else ''}",
         str(recipe["epochs"]),
         str(recipe["seed"]),
         recipe["precision"] if "precision" in recipe else "bf16" if recipe["bf16"] else "fp32",
         format_hardware(records[0]["hardware"]),
         f"{seconds:,.0f}{'' if alone else ' †'}",
-        f"{100 * last['test_error']:.2f}" if "test_error" in last and len(records) == 1 else "",
+        f"{100 * last['test_error']:.2f}{held_out}" if "test_error" in last and len(records) == 1 else "",
         f"`{bundle[0]}`" if bundle else "",
     ]
 
@@ -64,3 +66,10 @@ def _is_same(known: Mapping[str, Any] | None, record: Mapping[str, Any]) -> bool
     if not known:
         return False
     return known["configuration"] == record["configuration"] and known["epochs"][-1] == record["epochs"][-1]
+
+
+def _title(shape: Mapping[str, Any]) -> str:
+    """The name of an architecture."""
+    if shape["name"] == "vit":
+        return f"ViT, {'masked patches' if shape['outputs'] is None else 'rotation'}"
+    return f"{shape['name'].replace('resnet', 'ResNet-')}, {shape['norm'].capitalize()} Normalization"
