@@ -184,7 +184,18 @@ def main() -> None:
     assert net.card.size is not None
     shape = (net.channels or 3, net.card.size, net.card.size)
     image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    rows: list[Row] = []
+    machine = describe_machine(torch.device(arguments.device))
+    content: dict[str, Any] = {"command": shlex.join(["python", *sys.argv]), "machine": machine}
+    content |= {"cores": os.cpu_count(), "network": arguments.network, "method": arguments.method}
+    content |= {"checkpoint_every": arguments.checkpoint_every, "seconds": seconds, "rows": []}
+
+    def store(shown: Row, **more: Any) -> None:  # after every row: what was measured outlives whatever comes then
+        print(json.dumps({name: _round(value) for name, value in shown.items()}), flush=True)
+        content.update(more)
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+
+    rows: list[Row] = content["rows"]
     with tempfile.TemporaryDirectory() as folder:
         room = ["--slots", str(max(counts)), "--max-queue", str(max(counts) * max(sizes) * max(arguments.ahead))]
         with serve(arguments, f"{folder}/a", *room) as client:
@@ -192,23 +203,17 @@ def main() -> None:
                 body = encode(image, images)
                 for streams in counts:
                     rows.append(measure_service(client, body, streams, images, seconds, ahead))
-                    print(json.dumps({name: _round(value) for name, value in rows[-1].items()}), flush=True)
+                    store(rows[-1])
         bare = {streams: measure_bare(net, method, streams, seconds, image) for streams in counts}
         for row in rows:
             row["bare_images_per_s"] = bare[row["streams"]]
             row["share_of_bare"] = row["images_per_s"] / row["bare_images_per_s"]
-        print(json.dumps({f"bare, {count} streams": _round(rate) for count, rate in bare.items()}))
+        store({f"bare, {count} streams": rate for count, rate in bare.items()})
         memory = measure_memory(net, method, Path(folder, "a"), image)
+        store(memory, memory=memory)
         with serve(arguments, f"{folder}/b", "--slots", "4") as client:
             evictions = measure_evictions(client, encode(image, 1), seconds)
-    print(json.dumps({name: _round(value) for name, value in (memory | evictions).items()}))
-    if arguments.out is not None:
-        machine = describe_machine(torch.device(arguments.device))
-        about = {"command": shlex.join(["python", *sys.argv]), "machine": machine}
-        about |= {"cores": os.cpu_count(), "network": arguments.network, "method": arguments.method}
-        about["checkpoint_every"] = arguments.checkpoint_every
-        content = {**about, "seconds": seconds, "rows": rows, "memory": memory, "evictions": evictions}
-        arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+        store(evictions, evictions=evictions)
 
 
 def _round(value: Any) -> Any:
