@@ -330,6 +330,18 @@ def test_calls_have_exactly_the_images_asked_for(network: str, tmp_path: Path, m
     assert calls == [7, 7, 7, 3]
 
 
+@pytest.mark.filterwarnings("ignore:The method 'tent' needs several images")
+def test_batches_of_one_run_in_parallel_as_they_would_one_after_another(network: str, tmp_path: Path) -> None:
+    plan, sets = mini_plan(network, Protocol("reset", batch=1), names=("mini", FOG[4], FROST[4]))
+    plan = replace(plan, methods=METHODS[2:])
+    for name, together in (("parallel", None), ("alone", 1)):
+        run_plan(plan, tmp_path / name, sets=sets, together=together)
+    parallel, alone = (open_run(tmp_path / name).units for name in ("parallel", "alone"))
+    assert parallel[0].about["together"] == 3
+    for one, other in zip(parallel, alone, strict=True):
+        assert one.columns()["prediction"].tolist() == other.columns()["prediction"].tolist()
+
+
 def test_shards_are_multiples_of_the_batch(network: str) -> None:
     plan, sets = mini_plan(network, Protocol("mixed", batch=7))
     worker = Worker(plan, sets=sets)

@@ -41,6 +41,7 @@ from testtime.evaluation import study as studies_of
 from testtime.evaluation.columns import join_columns, make_columns
 from testtime.evaluation.inputs import Facts
 from testtime.evaluation.plan import fill
+from testtime.evaluation.protocols import Protocol
 from testtime.evaluation.ray import cut, start_ray
 from testtime.evaluation.records import PROBABILITIES, Record, evaluate, stream_order
 from testtime.evaluation.schedule import make_groups
@@ -212,6 +213,9 @@ def test_methods_that_need_a_batch_are_not_grouped_as_streams_of_single_images(p
         one = Plan(**vars(plan) | {"methods": (spec,)})
         sizes = [len(group) for group in make_groups(one, one.units(), facts, torch.device("cpu"), together=9)]
         assert sizes == ([1, 1, 1] if (method, settings) in batched else [3]), (method, settings)
+        single = Plan(**vars(one) | {"protocol": Protocol("reset", batch=1)})
+        sizes = [len(group) for group in make_groups(single, one.units(), facts, torch.device("cpu"), together=9)]
+        assert sizes == ([1, 1, 1] if (method, settings) in batched[1:] else [3]), (method, settings)
 
 
 def test_on_a_cpu_streams_share_memory_and_jobs() -> None:

@@ -112,7 +112,8 @@ def make_groups(
 def find_group_key(plan: Plan, unit: Unit, facts: Mapping[str, Facts]) -> tuple[Any, ...] | None:
     """Return the key shared by units that can run in parallel; None for a unit that runs alone."""
     method, known = plan.method(unit.method), facts[unit.set_name]
-    alone = method.needs_batch or method.decides or method.fraction is not None or plan.protocol.rate is not None
+    shares = method.needs_batch and not (plan.protocol.batch == 1 and method.has_streams)
+    alone = shares or method.decides or method.fraction is not None or plan.protocol.rate is not None
     if method.mode != "online" or alone or known.count == 0:
         return None
     return unit.method, plan.file(method.network, unit.set_name), unit.seed, known.count, known.shape
