@@ -37,12 +37,12 @@ def episode(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
     """
     settings, objective, watch = learner.settings, learner.objective, learner.watch
     good = learner.later(learner.begin)
-    before = learner.later(objective.observe, images)  # concurrently with learning, unless the gate needs it
+    before = learner.later(objective.measure, images)  # concurrently with learning, unless the gate needs it
     wanted = watch.admit(learner.all_rows[:, None].expand_as(samples))  # (S, B)
     if settings.threshold < 1:
         wanted = wanted & gate(before.result().confidence, settings.threshold)
     if not possibly_any(wanted):
-        return Prediction.unadapted(*before.result())
+        return Prediction.unadapted(*objective.complete(before.result())[0])
     weights = wanted.float() / wanted.sum(1, keepdim=True).clamp(min=1)
     draws = Draws.of(settings.seed, samples)
     try:
@@ -50,9 +50,10 @@ def episode(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
         for step in range(settings.steps):
             learn(learner, images, draws.fold(step), weights)
         finite = learner.later(learner.is_finite)
-        after = objective.observe(images)
-        sound = watch.judge(images, wanted, good.result().pieces[0], after, finite.result())
-        prediction, undone = settle(wanted, before.result(), after, sound, watch.alarmed, watch.guard.rise)
+        after = objective.measure(images)
+        first, last = objective.complete(before.result(), after)
+        sound = watch.judge(images, wanted, good.result().pieces[0], last, finite.result())
+        prediction, undone = settle(wanted, first, last, sound, watch.alarmed, watch.guard.rise)
     except BaseException:  # including Ctrl-C: a partial update must not remain
         learner.restore(good.result(), learner.all_rows)
         raise

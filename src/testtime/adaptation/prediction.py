@@ -23,6 +23,20 @@ class Observation(NamedTuple):
     confidence: Tensor
 
 
+class Unclassified(NamedTuple):
+    """An observation whose logits are still to be computed, from features.
+
+    Attributes:
+        features: Features of the images, `(S, B, ...)`.
+        loss: As of an `Observation`.
+        confidence: As of an `Observation`.
+    """
+
+    features: Tensor
+    loss: Tensor
+    confidence: Tensor
+
+
 @dataclass(frozen=True)
 class Prediction:
     """Predictions of an adapter for N images, detached from the graph.

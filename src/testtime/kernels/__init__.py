@@ -10,6 +10,7 @@ disables all kernels for one process.
     cpu/         C++, compiled once by the system compiler
     forms.py     alternatives to the plain implementations, in torch, faster on one kind of device
     graphs.py    CUDA graphs, and work on a side stream
+    halves.py    a batch as two halves in two threads, on a CPU
     pointers.py  validation of every tensor that is passed to compiled code
 
 All tuned constants are defined here; `benchmarks/kernels.py` measures the gain of each kernel.
@@ -44,6 +45,8 @@ _WINOGRAD_CHANNELS, _WINOGRAD_PIXELS = 128, 1024
 # With more inputs, the strided C++ kernel is used only where replicas share their filters: otherwise torch is up to
 # three times as fast (256 to 512 channels on 8×8).
 _STRIDED_INPUTS = 64
+# Two halves of a batch, in two threads, are faster for these numbers of intra-op threads, from so many images and values.
+_HALVED_THREADS, _HALVED_IMAGES, _HALVED_NUMBERS = (2, 4), 8, 2**14
 _TRAINED_CHANNELS = 128  # up to which training on a CPU is known to be faster with the C++ kernels
 
 
@@ -304,6 +307,17 @@ def _cuda_halves(x: Tensor, extra: int) -> bool:
     return _is_even(x) and x.dtype in (torch.float32, torch.bfloat16)
 
 
+def _halves_are_faster(batch: Tensor, bind: Callable[..., Any], tensors: Sequence[Tensor]) -> bool:
+    in_float32 = all(tensor.dtype == torch.float32 for tensor in (batch, *tensors) if tensor.is_floating_point())
+    large = len(batch) >= _HALVED_IMAGES and batch.numel() >= _HALVED_NUMBERS
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (batch, *tensors))
+    return learns and large and in_float32 and torch.get_num_threads() in _HALVED_THREADS
+
+
+def _has_plain_state() -> bool:
+    return _load("halves:has_plain_state")()
+
+
 def _needs_no_gradient(images: Tensor, *_: Any) -> bool:
     return not images.requires_grad
 
@@ -347,6 +361,7 @@ TABLE: dict[tuple[str, str], tuple[Kernel, ...]] = {
         Kernel("cuda.pooling:halve", _cuda_halves, _has_triton),
         Kernel("forms:halve_pairs", _is_even, _always),
     ),
+    ("halves", "cpu"): (Kernel("halves:compute", _halves_are_faster, _has_plain_state),),
     ("settle", "cuda"): (Kernel("cuda.settle:settle", _always, _has_triton),),
     ("put_rows", "cuda"): (Kernel("cuda.settle:put_rows", _cuda_puts_rows, _has_triton),),
     ("gradient_buffer", "cuda"): (Kernel("cuda.gradient_buffer:GradientBuffer", _always, _has_triton),),

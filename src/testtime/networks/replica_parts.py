@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,12 @@ class PlainPart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) == 1:
-            return self.inner(x.squeeze(0)).unsqueeze(0)
+            return self.run(x.squeeze(0)).unsqueeze(0)
         return torch.stack([self.inner(batch.contiguous()) for batch in x])
+
+    def run(self, batch: Tensor) -> Tensor:
+        """Return the outputs of a batch `(B, ...)`."""
+        return self.inner(batch)
 
 
 class StackedPart(nn.Module):
@@ -85,27 +89,35 @@ class DirectPart(nn.Module):
             if isinstance(layer, nn.GroupNorm):
                 layer.register_forward_pre_hook(_make_contiguous)
         convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
-        self._channels_last = any(
+        self.channels_last = any(
             kernels.prefers_channels_last(layer.weight.device, layer.groups) for layer in convolutions
         )
         self._caching = _find_caching(module)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch = x.squeeze(0)  # (1, B, ...) → (B, ...)
-        if self._channels_last and batch.dim() == 4:
-            batch = batch.contiguous(memory_format=torch.channels_last)
         _clear_caches(self._caching)
-        with self._rows(x.dtype):
-            return self.inner(batch).unsqueeze(0)
+        casts = (casts for *_, casts in self._parameters_of)
+        given = [row.to(x.dtype) if cast else row for row, cast in zip(self.list_rows(), casts, strict=True)]
+        with self.bind(given):
+            return self.run(x.squeeze(0)).unsqueeze(0)  # (1, B, ...) → (B, ...) → (1, B, ...)
+
+    def list_rows(self) -> list[Tensor]:
+        """Return the parameters of the replica, as views of the stacked ones."""
+        return [stacked.squeeze(0) for _, _, stacked, _ in self._parameters_of]
+
+    def run(self, batch: Tensor) -> Tensor:
+        """Return the outputs of a batch `(B, ...)`, within `bind`."""
+        if self.channels_last and batch.dim() == 4:
+            batch = batch.contiguous(memory_format=torch.channels_last)
+        return self.inner(batch)
 
     @contextlib.contextmanager
-    def _rows(self, dtype: torch.dtype) -> Iterator[None]:
-        """Give the layers rows that are views of the stacked tensors, so that they can also be changed in place."""
+    def bind(self, given: Sequence[Tensor]) -> Iterator[None]:
+        """Let the layers use these tensors as parameters, and rows of the stacked buffers, which they may change."""
         rows = [(tensors, name, stacked, stacked.squeeze(0)) for tensors, name, stacked in self._buffers_of]
         try:
-            for tensors, name, stacked, casts in self._parameters_of:
-                row = stacked.squeeze(0)
-                tensors[name] = row.to(dtype) if casts else row
+            for (tensors, name, _, _), row in zip(self._parameters_of, given, strict=True):
+                tensors[name] = row
             for tensors, name, _, row in rows:
                 tensors[name] = row
             yield

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from testtime import kernels
 from testtime.networks.packed import PackedParameters
 from testtime.networks.replica_parts import DirectPart, MappedPart, PlainPart, StackedPart, replicate, share
+from testtime.networks.separable import compute_in_halves, is_separable
 from testtime.networks.stacked import NORMS, BatchNorm
 from testtime.networks.ynet import YNet
 
@@ -80,6 +81,7 @@ class Replicas:
                 self.parts[name] = replicate(module, count, given, name, chosen)
             else:
                 self.parts[name] = share(module, count, given, dtype)
+        self._separable = set() if example is None else self._find_separable(example)
         modules = [module for part in self.parts.values() for module in part.modules()]
         self._batch_norms = [m for m in modules if isinstance(m, (BatchNorm, nn.modules.batchnorm._BatchNorm))]
         self.tensors: dict[str, Tensor] = {}
@@ -129,11 +131,38 @@ class Replicas:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return class logits `(S, B, K)` of images `(S, B, C, H, W)`."""
-        return self.classify(self.encode(images))
+        outputs = self._compute_in_halves(images, "classifier")
+        return self.classify(self.encode(images)) if outputs is None else outputs
 
     def self_supervise(self, views: Tensor) -> Tensor:
         """Return the task's outputs `(S, B, ...)` of views `(S, B, C, h, w)`."""
-        return self.supervise(self.encode(views))
+        outputs = self._compute_in_halves(views, "ssl")
+        return self.supervise(self.encode(views)) if outputs is None else outputs
+
+    def _compute_in_halves(self, images: Tensor, branch: Part) -> Tensor | None:
+        chain: tuple[Part, ...] = ("encoder", branch)
+        if not self._separable.issuperset(chain):
+            return None
+        return compute_in_halves([self.parts[name] for name in chain], self._prepare(images))
+
+    @property
+    def classifies_later(self) -> bool:
+        """Whether class logits of features can as well be computed later, together with those of other features.
+
+        Learning must not change the classifier, and it must treat images independently.
+        """
+        is_shared = not any(name.startswith("classifier.") for name in self.tensors)
+        return is_shared and "classifier" in self._separable and self._statistics != "batch"
+
+    @torch.no_grad()
+    def _find_separable(self, example: Tensor) -> set[Part]:
+        """Return the parts of a single replica whose batches may be split or joined."""
+        if self.count > 1 or kernels.tuning(example.device).waits:
+            return set()
+        pixels = self._prepare(example[None])
+        features = self.parts["encoder"](pixels)
+        inputs = {name: pixels if name == "encoder" else features for name in self.parts}
+        return {name for name, part in self.parts.items() if is_separable(part, inputs[name])}
 
     def use_statistics(self, statistics: Statistics) -> None:
         """Choose the statistics that BatchNorm uses.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from testtime.adaptation.prediction import Observation
+from testtime.adaptation.prediction import Observation, Unclassified
 from testtime.adaptation.settings import Settings
 from testtime.networks.card import Statistics
 from testtime.networks.replicas import Replicas
@@ -48,6 +48,19 @@ class Objective(abc.ABC):
     @abc.abstractmethod
     def observe(self, images: Tensor) -> Observation:
         """Return the outputs of the replicas on plain images `(S, B, C, H, W)`."""
+
+    def measure(self, images: Tensor) -> Observation | Unclassified:
+        """Observe images, but leave their classification to `complete`, if that can as well be done later."""
+        return self.observe(images)
+
+    def complete(self, *measured: Observation | Unclassified) -> list[Observation]:
+        """Return the observations of what `measure` returned, before or after a step, by classifying all at once."""
+        features = [one.features for one in measured if isinstance(one, Unclassified)]
+        if not features:
+            return [one for one in measured if isinstance(one, Observation)]
+        classified = self.replicas.classify(torch.cat(features, dim=1)).float()
+        logits = iter(classified.split([one.shape[1] for one in features], dim=1))
+        return [one if isinstance(one, Observation) else Observation(next(logits), *one[1:]) for one in measured]
 
     def total(self, images: Tensor, draws: Draws, weights: Tensor) -> Tensor:
         """Return the sum over replicas of what a step minimises, `()`: by default, of the weighted mean loss.

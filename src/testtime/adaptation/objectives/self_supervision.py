@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from testtime.adaptation.objectives.base import Objective, Observation
+from testtime.adaptation.prediction import Unclassified
 from testtime.randomness import Draws
 from testtime.tasks import make_views
 
@@ -23,6 +24,14 @@ class SelfSupervision(Objective):
         return losses.view(*images.shape[:2], -1).mean(-1)
 
     def observe(self, images: Tensor) -> Observation:
+        return self.complete(self._measure(images, may_defer=False))[0]
+
+    def measure(self, images: Tensor) -> Observation | Unclassified:
+        if type(self).observe is not SelfSupervision.observe:
+            return self.observe(images)
+        return self._measure(images, may_defer=self.replicas.classifies_later and not self.settings.mirrored)
+
+    def _measure(self, images: Tensor, may_defer: bool) -> Observation | Unclassified:
         task, (count, number) = self.settings.task, images.shape[:2]
         assert task is not None
         views, targets = task.probe(images.flatten(0, 1))
@@ -30,6 +39,11 @@ class SelfSupervision(Objective):
         features = self.replicas.encode(views)
         # The first view is the plain image, unless the task changed its shape.
         plain = features[:, :: views.shape[1] // number] if views.shape[2:] == images.shape[2:] else None
-        logits = self.later(self.classify, images, plain)
+        defers = may_defer and plain is not None
+        logits = None if defers else self.later(self.classify, images, plain)
         losses = task.loss(self.replicas.supervise(features).flatten(0, 1), targets).view(count, number, -1)
-        return Observation(logits.result(), losses.mean(-1), task.confidence(losses))
+        loss, confidence = losses.mean(-1), task.confidence(losses)
+        if logits is None:
+            assert plain is not None
+            return Unclassified(plain.contiguous(), loss, confidence)
+        return Observation(logits.result(), loss, confidence)
