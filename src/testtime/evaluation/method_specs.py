@@ -164,11 +164,6 @@ class MethodSpec:
         return "batch" in find_method(self.method).needs or self.make_settings().share == "batch"
 
     @property
-    def has_streams(self) -> bool:
-        """Whether streams of single images can run in parallel: with a correction, a call is one batch."""
-        return find_method(self.method).correction is None and "share" not in self.settings
-
-    @property
     def views(self) -> int:
         """Views per step."""
         settings = self.make_settings()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from testtime import kernels
+from testtime.adaptation.methods import find_method
 from testtime.evaluation.inputs import Facts
 from testtime.evaluation.method_specs import MethodSpec
 from testtime.evaluation.plan import Plan
@@ -112,7 +113,9 @@ def make_groups(
 def find_group_key(plan: Plan, unit: Unit, facts: Mapping[str, Facts]) -> tuple[Any, ...] | None:
     """Return the key shared by units that can run in parallel; None for a unit that runs alone."""
     method, known = plan.method(unit.method), facts[unit.set_name]
-    shares = method.needs_batch and not (plan.protocol.batch == 1 and method.has_streams)
+    # A correction takes a call as one batch; Streams cannot share an update.
+    is_one_by_one = find_method(method.method).correction is None and "share" not in method.settings
+    shares = method.needs_batch and not (plan.protocol.batch == 1 and is_one_by_one)
     alone = shares or method.decides or method.fraction is not None or plan.protocol.rate is not None
     if method.mode != "online" or alone or known.count == 0:
         return None
