@@ -187,9 +187,7 @@ def test_repeated_saved_and_resumed_a_stream_has_the_same_bits(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("method", ["tent", "memo", "eata", "sar", "cotta"])
-def test_other_methods_learn_in_halves_too(
-    method: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_methods_learn_in_halves_too(method: str, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     net, images = transformer(), pictures(8)
     settings: dict[str, Any] = {"method": method, "share": "image" if method == "memo" else "batch"}
     if method == "eata":
@@ -209,9 +207,7 @@ def test_moving_statistics_and_those_of_the_batch_need_the_whole_batch(calls: li
 
 
 @pytest.mark.parametrize("layer", [Coupling, Remembering, Counting, Caching, Noisy, Demanding])
-def test_a_layer_that_couples_images_or_changes_needs_the_whole_batch(
-    layer: type[Layer], calls: list[int]
-) -> None:
+def test_a_layer_that_couples_images_or_changes_needs_the_whole_batch(layer: type[Layer], calls: list[int]) -> None:
     made = replicas(layer)
     assert not is_separable(made.parts["encoder"], made._prepare(pictures(2)[None]))
     made.self_supervise(pictures(8)[None]).sum().backward()

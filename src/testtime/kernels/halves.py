@@ -1,8 +1,8 @@
 """A function of a batch, computed in two halves by two threads, each with half of the intra-op threads.
 
-Torch computes most layers faster on one thread than half as fast as on two: the threads wait for each other in every
-layer, and some operations do not use them at all. Two halves of a batch in two threads never wait within a pass. The
-gradients of both halves are added as they come, in either order, which gives the same sum.
+Within a layer, threads wait for each other, and where the cores are shared with other processes they wait long. The two
+halves of a batch wait for each other only at the end of a pass. Their gradients are added as they come: the sum of two
+numbers does not depend on their order.
 """
 
 from __future__ import annotations
@@ -73,6 +73,10 @@ class _Halves(torch.autograd.Function):
         (gradient,) = gradients
         if torch.is_grad_enabled():  # a gradient of the gradient is wanted, which two graphs cannot give
             return _differentiate(ctx.bind, gradient, *ctx.saved_tensors)
+        if ctx.outputs is None:
+            raise RuntimeError(
+                "The halves were computed once: a second backward pass needs `retain_graph=True` before."
+            )
         wanted = [tensor for tensor in ctx.leaves if tensor.requires_grad]
         is_needed = torch._C._autograd._get_current_graph_task_keep_graph()
 
@@ -143,7 +147,7 @@ def _wait(future: concurrent.futures.Future[Any]) -> None:
     while not future.done():
         try:
             concurrent.futures.wait([future])
-        except BaseException as error:  # Ctrl-C, or what a signal handler raises
+        except BaseException as error:  # noqa: PERF203 (Ctrl-C, or what a signal handler raises)
             interrupt = error
     if interrupt is not None:
         raise interrupt
