@@ -45,8 +45,8 @@ _WINOGRAD_CHANNELS, _WINOGRAD_PIXELS = 128, 1024
 # With more inputs, the strided C++ kernel is used only where replicas share their filters: otherwise torch is up to
 # three times as fast (256 to 512 channels on 8×8).
 _STRIDED_INPUTS = 64
-# Two halves of a batch are faster with these numbers of intra-op threads, and from so many images and values on.
-_HALVED_THREADS, _HALVED_IMAGES, _HALVED_NUMBERS = (2, 4), 8, 2**14
+# Two halves of a batch are known to be faster on two intra-op threads, and from so many images and values on.
+_HALVED_THREADS, _HALVED_IMAGES, _HALVED_NUMBERS = (2,), 8, 2**17
 _TRAINED_CHANNELS = 128  # up to which training on a CPU is known to be faster with the C++ kernels
 
 

@@ -48,9 +48,9 @@ def has_plain_state() -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.is_autocast_enabled("cpu")
         and not torch.is_inference_mode_enabled()
-        and not torch.jit.is_tracing()
+        and not torch._C._is_tracing()
         and not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
     )
 
 
@@ -78,7 +78,7 @@ class _Halves(torch.autograd.Function):
                 "The halves were computed once: a second backward pass needs `retain_graph=True` before."
             )
         wanted = [tensor for tensor in ctx.leaves if tensor.requires_grad]
-        is_needed = torch._C._autograd._get_current_graph_task_keep_graph()
+        is_needed = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
 
         def descend(output: Tensor, gradient: Tensor, piece: Tensor) -> None:
             inputs = [*wanted, piece] if piece.requires_grad else wanted
@@ -114,15 +114,14 @@ def _differentiate(bind: Bind, gradient: Tensor, batch: Tensor, *tensors: Tensor
 
 def _run_both(function: Callable[..., Any], first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, Any]:
     """Call a function twice at once, here and in the worker; returns or raises when both are done."""
-    threads, other = torch.get_num_threads(), None
-    call = functools.partial(contextvars.copy_context().run, _call, function, second, threads // 2, _flushes())
+    threads, context = torch.get_num_threads(), contextvars.copy_context()
+    flushes = _flushes()
+    other = _worker().submit(lambda: context.run(_call, function, second, threads // 2, flushes))
     try:
-        other = _worker().submit(call)
-        one = _call(function, first, threads // 2, _flushes())
+        one = _call(function, first, threads // 2, flushes)
     finally:
         try:
-            if other is not None:
-                _wait(other)
+            _wait(other)
         finally:
             torch.set_num_threads(threads)  # last, since threads that start later take over the number set last
     return one, other.result()
