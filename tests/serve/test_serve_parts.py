@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from testtime.serve.limits import Rates, check_stream_id, check_token
 from testtime.serve.metrics import Metrics
 from testtime.serve.record import StreamRecord
 from testtime.serve.refusal import Refusal
+from testtime.serve.server import listen
 from testtime.serve.settings import ServeSettings, is_loopback
 from testtime.serve.slots import Slots
 
@@ -158,3 +161,21 @@ def test_parts_of_a_body_are_taken_out_byte_by_byte() -> None:
         ("image/png", content) for content in contents
     ]
     assert split_body("image/png; charset=x", b"abc") == [("image/png", b"abc")]
+
+
+def test_answers_are_sent_without_delay() -> None:
+    async def connect() -> int:
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            found.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listening = listen("127.0.0.1", 0)
+        async with await asyncio.start_server(answer, sock=listening):
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            delay = await found
+            writer.close()
+            return delay
+
+    assert asyncio.run(connect())
