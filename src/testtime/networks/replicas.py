@@ -141,7 +141,7 @@ class Replicas:
 
     def _compute_in_halves(self, images: Tensor, branch: Part) -> Tensor | None:
         chain: tuple[Part, ...] = ("encoder", branch)
-        if not self._separable.issuperset(chain):
+        if not (torch.is_grad_enabled() and self._separable.issuperset(chain)):
             return None
         return compute_in_halves([self.parts[name] for name in chain], self._prepare(images))
 
