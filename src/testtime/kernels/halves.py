@@ -115,10 +115,10 @@ def _differentiate(bind: Bind, gradient: Tensor, batch: Tensor, *tensors: Tensor
 def _run_both(function: Callable[..., Any], first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, Any]:
     """Call a function twice at once, here and in the worker; returns or raises when both are done."""
     threads, context = torch.get_num_threads(), contextvars.copy_context()
-    flushes = _flushes()
-    other = _worker().submit(lambda: context.run(_call, function, second, threads // 2, flushes))
+    each, flushes = max(1, threads // 2), _flushes()  # another thread that computes halves may just have set it to 1
+    other = _worker().submit(lambda: context.run(_call, function, second, each, flushes))
     try:
-        one = _call(function, first, threads // 2, flushes)
+        one = _call(function, first, each, flushes)
     finally:
         try:
             _wait(other)
