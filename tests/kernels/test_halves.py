@@ -228,6 +228,7 @@ def test_an_interrupt_while_it_waits_is_raised_when_the_other_half_is_done() -> 
 
 def test_two_callers_at_once_get_what_they_get_one_after_the_other() -> None:
     def learn(seed: int) -> list[Tensor]:
+        torch.get_num_threads()  # a new thread takes over the number set last, when it first asks
         torch.set_num_threads(2)
         batch, tensors = make(16, seed)
         found: list[Tensor] = []

@@ -264,6 +264,7 @@ def test_adapters_in_two_threads_do_not_meet(calls: list[int]) -> None:
     nets, images = [transformer(), network()], pictures(6)
 
     def run(net: YNet) -> Prediction:
+        torch.get_num_threads()  # a new thread takes over the number set last, when it first asks
         torch.set_num_threads(2)
         return online(net).predict(images)
 
