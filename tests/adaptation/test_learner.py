@@ -231,7 +231,7 @@ def test_an_interrupt_leaves_batch_norm_in_no_other_mode(way: str) -> None:
     images = Draws.of(0, torch.arange(COUNT)).uniform(2, 3, 16, 16)
     with torch.no_grad():
         expected, snapshot = learner.objective.observe(images), learner.snapshot()
-        learner.replicas.train_norms(True)  # as where the interrupt came while learning ended
+        learner.replicas.batch_norms.train(True)  # as where the interrupt came while learning ended
         if way == "restore":
             learner.restore(snapshot, learner.all_rows)
         else:

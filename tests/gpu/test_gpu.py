@@ -357,7 +357,7 @@ def test_replicas_with_batch_norm_are_the_network(training: bool) -> None:
     net = network("batch", depth=8).cuda()
     images = pictures(16, size=32).cuda()
     replicas = Replicas(net, 2, example=images[:2])
-    replicas.train_norms(training)
+    replicas.batch_norms.train(training)
     net.train(training)
     with torch.no_grad():
         found = replicas(images.unflatten(0, (2, 8)))

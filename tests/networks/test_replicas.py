@@ -215,7 +215,7 @@ def test_replicas_have_the_gradients_and_statistics_of_separate_networks(name: s
     replicas, nets = different_replicas(net_of(name), count, size)
     # Of these images, none puts a ReLU so close to its edge that rounding decides on which side it is.
     images = pictures(count * 4, size=size, seed=1).view(count, 4, 3, size, size)
-    replicas.train_norms(training)
+    replicas.batch_norms.train(training)
     parameters = replicas.parameters(PARTS)
     for parameter in parameters.values():
         parameter.requires_grad_(True)
@@ -244,13 +244,13 @@ def learn_together(
     replicas = Replicas(net, len(images), ("encoder", "ssl"), images[0], images.dtype)
     moving = [parameter.requires_grad_(True) for parameter in replicas.parameters(("encoder", "ssl")).values()]
     mover = optimizer(moving)
-    replicas.train_norms(True)
+    replicas.batch_norms.train(True)
     for _ in range(steps):
         mover.zero_grad()
         outputs = replicas.self_supervise(images)
         (F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum") / images.shape[1]).backward()
         mover.step()
-    replicas.train_norms(False)
+    replicas.batch_norms.train(False)
     return replicas
 
 
@@ -388,7 +388,7 @@ def test_one_replica_is_called_directly(name: str, monkeypatch: pytest.MonkeyPat
 def test_one_replica_has_the_gradients_and_statistics_of_its_network(name: str) -> None:
     replicas, (one,) = different_replicas(net_of(name), 1, size_of(name))
     images = pictures(4, size=size_of(name), seed=1)
-    replicas.train_norms(True)
+    replicas.batch_norms.train(True)
     parameters = replicas.parameters(PARTS)
     for parameter in parameters.values():
         parameter.requires_grad_(True)
@@ -408,7 +408,7 @@ def test_one_replica_has_the_gradients_and_statistics_of_its_network(name: str) 
 def test_batch_statistics_leave_the_running_ones_alone(count: int) -> None:
     net = net_of("reflecting")
     replicas = Replicas(net, count, PARTS, pictures(2))
-    replicas.use_statistics("batch")
+    replicas.batch_norms.use("batch")
     images = pictures(4).expand(count, 4, 3, 16, 16)
     with torch.no_grad():
         answers = replicas(images)
@@ -579,7 +579,7 @@ def test_the_network_is_not_changed_and_shares_no_memory() -> None:
     net = net_of("resnet26 batch").train()
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     replicas = Replicas(net, 2, PARTS, pictures(2, size=8))
-    replicas.train_norms(True)
+    replicas.batch_norms.train(True)
     replicas(Draws.of(0, torch.arange(2)).uniform(4, 3, 8, 8))
     for piece in replicas.pieces:
         piece += 1
@@ -591,7 +591,7 @@ def test_the_network_is_not_changed_and_shares_no_memory() -> None:
 def test_dropout_stays_off() -> None:
     net = split(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 36, 10)), "1")
     replicas = Replicas(net.train(), 2, PARTS, pictures(2, size=8))
-    replicas.train_norms(True)
+    replicas.batch_norms.train(True)
     images = Draws.of(0, torch.arange(2)).uniform(4, 3, 8, 8)
     assert torch.equal(replicas(images), replicas(images))
     assert torch.allclose(replicas(images)[1], net.eval()(images[1]), atol=1e-5)

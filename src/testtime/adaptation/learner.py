@@ -75,7 +75,7 @@ class Learner:
         parts = find_parts(net, settings, method.needs_branch)
         layers = find_layers(net, settings, parts)
         self.replicas = Replicas(net, count, parts, example, check_precision(settings.precision), layers)
-        self.replicas.use_statistics(settings.statistics or "running")
+        self.replicas.batch_norms.use(settings.statistics or "running")
         parameters = {name: self.replicas.tensors[name] for name in select_parameters(net, settings.update)}
         for parameter in parameters.values():
             parameter.requires_grad_(True)
@@ -164,7 +164,7 @@ class Learner:
         """
         self._side.wait()
         # An interrupt may have left BatchNorm in training mode.
-        self.replicas.use_statistics(self.settings.statistics or "running")
+        self.replicas.batch_norms.use(self.settings.statistics or "running")
         for piece, origin in zip(self.pieces, self.origin, strict=True):
             if rows is None:
                 piece.copy_(origin)
@@ -204,7 +204,7 @@ class Learner:
         """
         self._side.wait()
         # An interrupt may have left BatchNorm in training mode.
-        self.replicas.use_statistics(self.settings.statistics or "running")
+        self.replicas.batch_norms.use(self.settings.statistics or "running")
         for piece, old in zip(self.pieces, snapshot.pieces, strict=True):
             put_rows(piece, old, rows)
         self.optimizer.restore(snapshot.memory, rows)
@@ -260,6 +260,6 @@ def _remake(net: YNet, count: int, method: Method, settings: Settings, shape: tu
 
 
 def _start(replicas: Replicas, side: Concurrent, function: Callable[..., Any], *arguments: Any) -> Later[Any]:
-    if replicas.has_statistics:  # they change in every forward pass
+    if replicas.batch_norms.move:  # they change in every forward pass
         return Later(function(*arguments))
     return side.later(function, *arguments)

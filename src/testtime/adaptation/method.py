@@ -73,6 +73,6 @@ def learn(learner: Learner, images: Tensor, draws: Draws, weights: Tensor) -> No
         weights: Weight of each image within its replica, `(S, B)`.
     """
     objective = learner.objective
-    with learner.replicas.learning():
+    with learner.replicas.batch_norms.learning():
         objective.descend(learner.descend, lambda: objective.total(images, draws, weights))
     objective.update(draws)

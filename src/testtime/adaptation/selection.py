@@ -11,7 +11,8 @@ from torch import nn
 
 from testtime.adaptation.settings import Settings, Update
 from testtime.checks import format_value
-from testtime.networks.replicas import PARTS, Part, Statistics
+from testtime.networks.batch_norms import Statistics
+from testtime.networks.replicas import PARTS, Part
 from testtime.networks.stacked import NORMS
 from testtime.networks.ynet import YNet
 

@@ -14,7 +14,7 @@ from torch import nn
 from testtime.adaptation.guard import Guard
 from testtime.augment import Augment
 from testtime.checks import format_value, is_integer, is_number, is_table_of
-from testtime.networks.replicas import Statistics
+from testtime.networks.batch_norms import Statistics
 from testtime.precision import Precision, check_precision
 from testtime.tasks import Task
 

@@ -38,7 +38,7 @@ class Source:
         device = next(net.parameters()).device
         example = Draws.of(0, torch.arange(2, device=device)).uniform(*shape)
         self._replicas = Replicas(net, 1, (), example, check_precision(settings.precision))
-        self._replicas.use_statistics("batch" if settings.statistics == "batch" else "source")
+        self._replicas.batch_norms.use("batch" if settings.statistics == "batch" else "source")
         self._objective = method.objective(self._replicas, settings, _run_now)
         self._correction = method.correction
         small = kernels.tuning(device).observed  # fewer of large images, whose activations need more memory

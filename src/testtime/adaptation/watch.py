@@ -37,7 +37,7 @@ class Watch:
         if guard.collapse:
             assert replicas.example is not None
             self._source = Replicas(replicas.net, count, (), replicas.example, replicas.dtype)
-            self._source.use_statistics("batch" if by_batch else "source")
+            self._source.batch_norms.use("batch" if by_batch else "source")
             with torch.no_grad():
                 classes = self._source(replicas.example.expand(count, *replicas.example.shape)).shape[-1]
             # Uniform, and decaying at the same rate: the two are comparable from the first image on.

@@ -13,23 +13,22 @@ tested on an example (replica_parts.py).
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from testtime import kernels
+from testtime.networks.batch_norms import BatchNorms
 from testtime.networks.packed import PackedParameters
 from testtime.networks.replica_parts import DirectPart, MappedPart, PlainPart, StackedPart, replicate, share
 from testtime.networks.separable import compute_in_halves, is_separable
-from testtime.networks.stacked import NORMS, BatchNorm
+from testtime.networks.stacked import NORMS
 from testtime.networks.ynet import YNet
 
 Part = Literal["encoder", "classifier", "ssl"]
-Statistics = Literal["running", "source", "batch"]
 PARTS: tuple[Part, ...] = ("encoder", "classifier", "ssl")
 
 
@@ -82,8 +81,7 @@ class Replicas:
             else:
                 self.parts[name] = share(module, count, given, dtype)
         self._separable = set() if example is None else self._find_separable(example)
-        modules = [module for part in self.parts.values() for module in part.modules()]
-        self._batch_norms = [m for m in modules if isinstance(m, (BatchNorm, nn.modules.batchnorm._BatchNorm))]
+        self.batch_norms = BatchNorms(module for part in self.parts.values() for module in part.modules())
         self.tensors: dict[str, Tensor] = {}
         for name in parts:
             inner = self.parts[name].inner
@@ -100,9 +98,6 @@ class Replicas:
         buffers = [tensor for tensor in self.tensors.values() if not isinstance(tensor, nn.Parameter)]
         self.pieces = [self.packed.numbers, *buffers]
         """Everything that can change, `(S, ...)` each."""
-        self.has_statistics = False
-        """Whether a forward pass changes statistics, see `learning`."""
-        self.use_statistics("running")
 
     def encode(self, images: Tensor) -> Tensor:
         """Return features `(S, B, ...)` of images `(S, B, C, H, W)`."""
@@ -152,7 +147,7 @@ class Replicas:
         Learning must not change the classifier, and it must treat images independently.
         """
         is_shared = not any(name.startswith("classifier.") for name in self.tensors)
-        return is_shared and "classifier" in self._separable and self._statistics != "batch"
+        return is_shared and "classifier" in self._separable and self.batch_norms.statistics != "batch"
 
     @torch.no_grad()
     def _find_separable(self, example: Tensor) -> set[Part]:
@@ -163,39 +158,6 @@ class Replicas:
         features = self.parts["encoder"](pixels)
         inputs = {name: pixels if name == "encoder" else features for name in self.parts}
         return {name for name, part in self.parts.items() if is_separable(part, inputs[name])}
-
-    def use_statistics(self, statistics: Statistics) -> None:
-        """Choose the statistics that BatchNorm uses.
-
-        Args:
-            statistics: "running": the running statistics, and inside `learning` those of the batch, which update the
-                running ones; "source": always the running ones, unchanged; "batch": always those of the batch.
-        """
-        self._statistics: Statistics = statistics
-        self.has_statistics = statistics == "running" and bool(self._batch_norms)
-        for module in self._batch_norms:
-            module.training = statistics == "batch"
-            module.track_running_stats = statistics != "batch"
-
-    @contextlib.contextmanager
-    def learning(self) -> Iterator[None]:
-        """Put BatchNorm in training mode if it uses running statistics.
-
-        Other layers stay in evaluation mode: the noise of dropout would not be a function of the sample.
-        """
-        if self._statistics != "running":
-            yield
-            return
-        self.train_norms(True)
-        try:
-            yield
-        finally:
-            self.train_norms(False)
-
-    def train_norms(self, training: bool) -> None:
-        """Set BatchNorm to training or evaluation mode."""
-        for module in self._batch_norms:
-            module.training = training
 
     def parameters(self, parts: Iterable[Part], norms_only: bool = False) -> dict[str, Tensor]:
         """Return the stacked parameters `(S, ...)` of some parts by name, optionally only those of norms."""
@@ -210,7 +172,7 @@ class Replicas:
     def twin(self) -> Replicas:
         """Return as many replicas of the original network, with the same choice of statistics."""
         made = Replicas(*self._given)
-        made.use_statistics(self._statistics)
+        made.batch_norms.use(self.batch_norms.statistics)
         return made
 
     def read(self, index: int) -> dict[str, Tensor]:

@@ -77,7 +77,7 @@ class Replicated:
     def train(self, training: bool = True, parts: Sequence[Part] = PARTS) -> None:
         """Set whether Batch Normalization uses batch statistics or running statistics; in other parts the latter."""
         self.training = training
-        self.replicas.train_norms(False)
+        self.replicas.batch_norms.train(False)
         for module in (module for part in parts for module in self.replicas.parts[part].modules()):
             if isinstance(module, (BatchNorm, nn.modules.batchnorm._BatchNorm)):
                 module.training = training

@@ -122,9 +122,7 @@ def prepare(
     if hold_out is not None and data not in COUNTS:
         raise ValueError(f"`hold_out` is only available for {', '.join(COUNTS)}, got {data!r}.")
     check_on_bad(on_bad)
-    chosen = None if task is None else tasks.make({"name": task, **({"patch": patch or 4} if task == "masked" else {})})
-    if chosen is not None and chosen.outputs is None and builder.recipe != "vit":
-        raise ValueError(f'`task` {task!r} needs a network with a decoder: `network` must be "vit".')
+    chosen = _choose_task(task, patch, builder)
     loaded = None if start is None else load(start)
     size = size or builder.size
     if area is not None and not (builder.crops and 0 < area <= 1):
@@ -143,12 +141,7 @@ def prepare(
 
     def build(seed: int) -> YNet:
         fresh = _build(builder, data, source, shape, size, area, chosen, seed)
-        if loaded is None:
-            return fresh
-        different = find_differences(loaded.card.architecture, fresh.card.architecture)
-        if different:
-            raise FileError(str(start), f"not the requested architecture ({'; '.join(different)})")
-        return copy.deepcopy(loaded)
+        return fresh if loaded is None else _copy_as(loaded, fresh, start)
 
     return Setup(build(seed), source, test, _choose_recipe(recipe, data, builder, norm, seed), build)
 
@@ -194,6 +187,24 @@ def _find_builder(network: str, shape: Mapping[str, Any]) -> Builder:
         if not BUILDERS[network].takes(name):
             raise ValueError(f"`{name}` is not supported by {network}, got {value}.")
     return BUILDERS[network]
+
+
+def _choose_task(name: str | None, patch: int | None, builder: Builder) -> Task | None:
+    """Return the task of a name, which must suit the architecture; None for the default."""
+    if name is None:
+        return None
+    task = tasks.make({"name": name, **({"patch": patch or 4} if name == "masked" else {})})
+    if task.outputs is None and builder.recipe != "vit":
+        raise ValueError(f'`task` {name!r} needs a network with a decoder: `network` must be "vit".')
+    return task
+
+
+def _copy_as(loaded: YNet, fresh: YNet, start: str | Path | None) -> YNet:
+    """Return a copy of a loaded network, which must have the architecture of a fresh one."""
+    different = find_differences(loaded.card.architecture, fresh.card.architecture)
+    if different:
+        raise FileError(str(start), f"not the requested architecture ({'; '.join(different)})")
+    return copy.deepcopy(loaded)
 
 
 def _choose_recipe(name: str, data: str, builder: Builder, norm: Literal["group", "batch"], seed: int) -> Recipe:

@@ -81,8 +81,10 @@ class Rehearsal(SelfSupervision):
         drawn = self._images.gather(1, slots.view(*slots.shape, 1, 1, 1).expand(-1, -1, *self._images.shape[2:]))
         assert self.settings.augment is not None
         crops = self.settings.augment(drawn.flatten(0, 1), Draws(keys.keys.view(-1, 1)))[:, 0]
-        if self.replicas.has_statistics:
-            self.replicas.train_norms(False)  # classes are predicted with running statistics, which only views move
+        if self.replicas.batch_norms.move:
+            self.replicas.batch_norms.train(
+                False
+            )  # classes are predicted with running statistics, which only views move
         logits = self.replicas(crops.unflatten(0, slots.shape)).float()
         mean = logits.softmax(-1).mean(1)
         return measure_entropy(logits).mean(1) + (mean * (mean + self.epsilon).log()).sum(1)

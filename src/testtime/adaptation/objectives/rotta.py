@@ -81,7 +81,7 @@ class RobustTeacher(Objective):
         keys = Draws(draws.keys[:, 0]).purpose("memory").copies(self.capacity).keys
         assert self.settings.augment is not None
         views = self.settings.augment(memory.images.flatten(0, 1), Draws(keys.view(-1, 1)))[:, 0]
-        self.replicas.train_norms(False)
+        self.replicas.batch_norms.train(False)
         see = _make_robust(shares, self.rate * (self._waiting >= self.capacity).float())
         with torch.no_grad(), watch(self._norms[1], see):
             targets = self.teacher(memory.images)
