@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,14 @@ def norm_alone(x: Tensor, norm: NormForm, weight: Tensor, bias: Tensor) -> Tenso
     pieces = zip(x.chunk(len(weight)), weight, bias, strict=True)
     y = torch.cat([F.group_norm(piece, norm.groups, w, b, norm.eps) for piece, w, b in pieces])
     return F.relu(y) if norm.relu else y
+
+
+def batch_norm_alone(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
+    """BatchNorm of each replica's images by torch."""
+    *rest, relu = rest
+    pieces = zip(x.chunk(len(weight)), mean, variance, weight, bias, strict=True)
+    y = torch.cat([F.batch_norm(*given, *rest) for given in pieces])
+    return F.relu(y) if relu else y
 
 
 def convolve_alone(x: Tensor, weight: Tensor, plus: Tensor | None) -> Tensor:
@@ -93,6 +102,58 @@ def test_convolution_and_its_gradients(channels: int, images: int, height: int, 
         layer = Convolution(weight, norm if "norm" in form else None)
         again = cpu.convolve_chain(x, [layer], plus if "plus" in form else None)
     assert torch.equal(again, y)
+
+
+@needs_compiler
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize(("count", "images", "channels"), [(1, 1, 16), (2, 3, 48), (3, 2, 64)])
+def test_batch_norm_with_running_statistics_and_its_gradients(
+    count: int, images: int, channels: int, relu: bool
+) -> None:
+    x, grad = (numbers(seed, count * images, channels, 5, 6) for seed in (0, 1))
+    norm, mean, variance = norm_of(count, channels), numbers(5, count, channels), 0.5 + numbers(6, count, channels) ** 2
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        moving = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (x, norm.weight, norm.bias)]
+        rest = mean.to(dtype), variance.to(dtype), *moving[1:], False, 0.1, 1e-5, relu
+        y = (cpu.batch_norm if dtype == torch.float32 else batch_norm_alone)(moving[0], *rest)
+        found.append([y, *torch.autograd.grad(y, moving, grad.to(dtype))])
+    check(*found, 2e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("count", [1, 2])
+def test_blocks_with_batch_norm_are_one_chain(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = resnet26(4, depth=14, norm="batch", seed=0)
+    with torch.no_grad():
+        for name, buffer in net.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                buffer.add_(0.5 * numbers(7, 1, *buffer.shape)[0].abs())
+    images, calls = numbers(0, count, 3, 3, 16, 16).abs().clamp(max=1), 0
+    chained = cpu.convolve_chain
+
+    def count_calls(*given: Any) -> Tensor:
+        nonlocal calls
+        calls += len(given[1]) > 1
+        return chained(*given)
+
+    kernels._load.cache_clear()
+    monkeypatch.setattr(cpu, "convolve_chain", count_calls)
+    found = []
+    for on in (True, False):
+        monkeypatch.setenv("TESTTIME_KERNELS", "on" if on else "off")
+        replicas = Replicas(net, count)
+        moving = list(replicas.parameters(PARTS).values())
+        for tensor in moving:
+            tensor.requires_grad_()
+        y = replicas.self_supervise(images)
+        found.append(
+            [y.detach(), *torch.autograd.grad(y.square().sum(), moving, allow_unused=True, materialize_grads=True)]
+        )
+        assert calls == 3
+    kernels._load.cache_clear()
+    for ours, plain in zip(*found, strict=True):
+        assert torch.allclose(ours, plain, rtol=0, atol=2e-5 * float(plain.abs().max()) + 1e-12)
 
 
 @needs_compiler

@@ -131,8 +131,8 @@ class BatchNorm(nn.Module):
         wide = x.unflatten(0, (count, -1)).transpose(0, 1).flatten(1, 2)  # (B, S·C, ...)
         weight, bias = (None if t is None else t.flatten() for t in (self.weight, self.bias))
         wide = F.batch_norm(wide, mean, variance, weight, bias, *rest)
-        y = wide.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
-        return F.relu_(y) if self.relu else y
+        wide = F.relu_(wide) if self.relu else wide  # here, since changing a view in place makes backward slow
+        return wide.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
 
 
 class _BatchNormReLU(nn.Sequential):
@@ -142,6 +142,16 @@ class _BatchNormReLU(nn.Sequential):
         norm = layer[0]
         assert isinstance(norm, nn.BatchNorm2d)
         super().__init__(BatchNorm(norm, stack, relu=True))
+
+    @property
+    def form(self) -> NormForm | None:
+        """The norm with its running statistics; None if it uses those of the batch, or has hooks."""
+        (norm,) = self
+        assert isinstance(norm, BatchNorm)
+        hooks = [*norm._forward_hooks, *norm._forward_pre_hooks]
+        if norm.training or not norm.track_running_stats or hooks:
+            return None
+        return NormForm.of_batch_norm(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps, relu=True)
 
 
 class _LayerNorm(nn.Module):
@@ -233,10 +243,11 @@ class _PreActivationBlock(nn.Module):
         return self.conv2(self.norm2(self.conv1(y)), self.shortcut(x))
 
     def convolutions(self) -> list[Convolution]:
-        """Return its convolutions with the norms before them; none unless those are GroupNorm without hooks."""
+        """Return its convolutions with the norms before them; none unless images are independent there."""
         pairs: list[tuple[Any, Any]] = [(self.norm1, self.conv1), (self.norm2, self.conv2)]
-        plain = ((norm, conv) for norm, conv in pairs if isinstance(norm, _GroupNorm) and not norm._forward_hooks)
-        return [Convolution(conv.weight, norm.form, conv.form) for norm, conv in plain]
+        known = (isinstance(norm, (_GroupNorm, _BatchNormReLU)) and not norm._forward_hooks for norm, _ in pairs)
+        forms = [norm.form if plain else None for (norm, _), plain in zip(pairs, known, strict=True)]
+        return [Convolution(conv.weight, form, conv.form) for (_, conv), form in zip(pairs, forms, strict=True) if form]
 
 
 class _Blocks(nn.Sequential):

@@ -33,7 +33,7 @@ class Norm(ctypes.Structure):
         ("moments", _POINTER),
         *((name, _INT) for name in ("pixels", "channels", "groups")),
         ("eps", ctypes.c_float),
-        ("relu", ctypes.c_bool),
+        *((name, ctypes.c_bool) for name in ("relu", "known")),
     ]
 
 

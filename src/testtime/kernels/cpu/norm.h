@@ -77,14 +77,15 @@ inline void sum_pixels(int pixels, Term term, Vector totals[COUNT]) {
     for (int k = 0; k < COUNT; k++) totals[k] = (sums[0][k] + sums[1][k]) + (sums[2][k] + sums[3][k]);
 }
 
-// GroupNorm, optionally followed by ReLU; scale and shift of replica s are at offset `stride` · s.
+// GroupNorm, optionally followed by ReLU; scale and shift of replica s are at offset `stride` · s. If its moments are
+// known, they are constants and not functions of the images.
 struct Norm {
     const float *weight, *bias;
     int64_t stride;
     float* moments;  // mean and reciprocal standard deviation of each group, (N, groups, 2)
     int pixels, channels, groups;
     float eps;
-    bool relu;
+    bool relu, known;
 
     static constexpr int ROWS = 4;  // of `channels` floats, the size of `room`
 
@@ -97,8 +98,9 @@ struct Norm {
         }
     }
 
-    // Compute the moments of image n, stored at x.
+    // Compute the moments of image n, stored at x, unless they are known.
     void measure(const float* x, int n, float* room) const {
+        if (known) return;
         int members = channels / groups;
         float *sums = room, *means = room + channels, *moment = moments + static_cast<int64_t>(n) * groups * 2;
         double count = static_cast<double>(members) * pixels;
@@ -176,6 +178,7 @@ struct Norm {
             double with_value = 0, alone = 0, count = static_cast<double>(members) * pixels;
             for (int c = k * members; c < (k + 1) * members; c++) {
                 of_scale[c] *= deviation;
+                if (known) continue;
                 with_value += static_cast<double>(scale[c]) * of_scale[c];
                 alone += static_cast<double>(scale[c]) * of_shift[c];
             }
