@@ -191,7 +191,7 @@ EVALUATIONS = {
         for norm in ("bn", "gn")
         for name, options in (
             ("batch-200", f"--methods {BATCHED},online --batch 200"),
-            ("batch-1", "--methods fixed,norm,tent,eata,online --batch 1"),
+            ("batch-1", "--methods fixed,tent,eata,online,norm --batch 1"),
             ("continual", f"--methods {BATCHED},online --batch 200 --protocol continual"),
             ("correlated", f"--methods {BATCHED},online --batch 200 --protocol correlated"),
         )
