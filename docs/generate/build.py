@@ -252,19 +252,22 @@ def make_rehearsal(past: Path = CIFAR) -> Parts:
 def make_vit() -> Parts:
     """The parts of the page on vision transformers."""
     names = {"`cifar10-vit-masked`": "vit-masked", "ViT, rotation": "vit-rotation"}
-    networks = {title: by_level(read_results(f"{name}-level-5"))[5] for title, name in names.items()}
+    files = {title: [f"{name}-level-5"] for title, name in names.items()}
+    files["`cifar10-vit-masked`"].append("vit-masked-episodic")
+    networks = {title: by_level(read_results(*own))[5] for title, own in files.items()}
     chosen = {
-        name: read_file(CIFAR / f"tune-{name}.json") for name in ("vit-masked", "vit-rotation", "vit-rotation-best")
+        name: read_file(CIFAR / f"tune-{name}.json")
+        for name in ("vit-masked", "vit-masked-episodic", "vit-rotation", "vit-rotation-best")
     }
     commands = [
         [f"[`tune-{name}.json`](../../results/cifar10/tune-{name}.json)", f"`{held['command']}`"]
         for name, held in chosen.items()
     ]
     return {
-        "errors": errors.format_expected(networks, ("fixed", "online", "best")),
+        "errors": errors.format_expected(networks, ("fixed", "episodic", "online", "best")),
         **{name: methods.format_grid(choice) for name, choice in chosen.items()},
         "choices": table(["file", "command"], commands, words=(0, 1)),
-        "sources": format_sources(*in_cifar(*(f"{name}-level-5" for name in names.values()))),
+        "sources": format_sources(*in_cifar(*(name for own in files.values() for name in own))),
     }
 
 

@@ -17,6 +17,7 @@ SANITY = {
         f"bn-{name}": f"BN, {title}"
         for name, title in (("batch-200", "reset"), ("continual",) * 2, ("correlated",) * 2)
     },
+    "bn-batch-1": "BN, batch 1",
     "gn-batch-200": "GN, reset",
     "gn-batch-1": "GN, batch 1",
     "gn-continual": "GN, continual",
