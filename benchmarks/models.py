@@ -20,7 +20,8 @@ do the same otherwise:
     Online   makes all copies as one tensor; Batch Normalization uses the model's statistics; measures the loss on the
              image in four rotations before and after the step, the guard copies the parameters and tests their values;
              on a CPU, models without grouped convolutions or C++ kernels learn from two halves of the copies in two
-             threads, and the classes before and after the step are computed at once if the classifier stays as it is
+             threads, an image after its step and the next one before it are observed at once, and so are the classes
+             before and after the step if the classifier stays as it is
 
 Both take turns, eight images each, on two threads; the speed is the median over the rounds of the naive time divided by
 ours. Both compute in their default precision: on a GPU, TF32 in all layers for us, in convolutions alone for torch.

@@ -51,7 +51,7 @@ TRAININGS = {
     "selection-robust": "--data cifar10 --hold-out 5000 --recipe robust --precision tf32",
     "joint": "--data cifar10 --seeds 0-2 --precision tf32",
     "robust": "--data cifar10 --recipe robust --seeds 0-2 --precision tf32",
-    "robust-x2": "--data cifar10 --recipe robust --width 2 --precision tf32",
+    "robust-x2": "--data cifar10 --recipe robust --width 2 --epochs 75 --precision tf32",
     "plain": "--data cifar10 --method plain --precision tf32",
     "bn-joint": "--data cifar10 --norm batch --precision tf32",
     "bn-plain": "--data cifar10 --norm batch --method plain --precision tf32",

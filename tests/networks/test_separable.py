@@ -307,6 +307,39 @@ def test_classes_before_and_after_a_step_are_computed_at_once(monkeypatch: pytes
     assert close(found, online(net).predict(images), 1e-6)
 
 
+def test_an_image_is_observed_after_a_step_together_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, images = network(), pictures(3)
+    sizes: list[int] = []
+    encode = Replicas.encode
+
+    def note(self: Replicas, views: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            sizes.append(views.shape[1])
+        return encode(self, views)
+
+    monkeypatch.setattr(Replicas, "encode", note)
+    together, alone = online(net), online(net)
+    found = together.predict(images)
+    assert sizes == [4, 8, 8, 4]
+    sizes.clear()
+    assert close(found, Prediction.join([alone.predict(image[None]) for image in images]), 1e-6)
+    assert sizes == [4] * 6
+    learned = alone.network().state_dict()
+    assert all(torch.equal(tensor, learned[name]) for name, tensor in together.network().state_dict().items())
+    # After an update that is undone or a reset, what was observed ahead does not hold.
+    for settings in ({"lr": 1e30}, {"resets": 1}):
+        together, alone = online(net, **settings), online(net, **settings)
+        sizes.clear()
+        found = together.predict(images)
+        assert sizes == [4, 8, 4, 8, 4, 4]
+        assert close(found, Prediction.join([alone.predict(image[None]) for image in images]), 1e-6)
+    # What depends on the batch, what learning changes, and a second forward pass are not joined.
+    for settings in ({"statistics": "batch"}, {"update": "all"}, {"mirrored": True}):
+        sizes.clear()
+        online(net, **settings).predict(images)
+        assert 8 not in sizes
+
+
 def test_an_update_that_is_undone_answers_as_before_it() -> None:
     net, images = network(), pictures(3)
     with torch.no_grad():

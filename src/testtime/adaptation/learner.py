@@ -130,8 +130,12 @@ class Learner:
             assert self.objective.skipped is not None
             self.restore(good[0], self.objective.skipped)
 
-    def renew(self, updated: Tensor) -> None:
-        """Count an update of some replicas, bool `(S,)`, and reset those due by guard, settings or objective."""
+    def renew(self, updated: Tensor) -> bool:
+        """Count an update of some replicas, bool `(S,)`, and reset those due by guard, settings or objective.
+
+        Returns:
+            Whether any may have been reset.
+        """
         due, alarmed = self.objective.expired(), self.watch.renew(updated)
         if alarmed is not None:
             due = alarmed if due is None else due | alarmed
@@ -139,10 +143,12 @@ class Learner:
             self._updates += updated
             enough = self._updates >= self.settings.resets
             due = enough if due is None else due | enough
-        if due is not None and possibly_any(due):
-            shadow = self.watch.copy_shadow()
-            self.reset(due)
-            self.watch.recover(shadow)
+        if due is None or not possibly_any(due):
+            return False
+        shadow = self.watch.copy_shadow()
+        self.reset(due)
+        self.watch.recover(shadow)
+        return True
 
     def prepare(self) -> None:
         """Make what `renew` needs, which cannot be made while a graph is recorded."""

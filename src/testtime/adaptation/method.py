@@ -16,13 +16,14 @@ from torch import Tensor
 
 from testtime.adaptation.guard import gate, settle
 from testtime.adaptation.learner import Learner
+from testtime.adaptation.lookahead import Lookahead
 from testtime.adaptation.prediction import Prediction
 from testtime.kernels import possibly_any
 from testtime.randomness import Draws
 
 
 @torch.no_grad()
-def episode(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
+def episode(learner: Learner, images: Tensor, samples: Tensor, ahead: Lookahead | None = None) -> Prediction:
     """Observe, learn, observe again; undo updates that were gated or failed.
 
     Replicas stopped by the gate or the guard are restored; the others are not affected.
@@ -31,13 +32,15 @@ def episode(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
         learner: S replicas and their optimizer, updated in place.
         images: `(S, B, C, H, W)`.
         samples: Sample numbers `(S, B)`, which seed the augmentations.
+        ahead: Observes images for a sequence of episodes.
 
     Returns:
         The predictions, `(S, B, ...)`.
     """
     settings, objective, watch = learner.settings, learner.objective, learner.watch
+    ahead = ahead or Lookahead(objective)
     good = learner.later(learner.begin)
-    before = learner.later(objective.measure, images)  # concurrently with learning, unless the gate needs it
+    before = learner.later(ahead.measure_before, images)  # concurrently with learning, unless the gate needs it
     wanted = watch.admit(learner.all_rows[:, None].expand_as(samples))  # (S, B)
     if settings.threshold < 1:
         wanted = wanted & gate(before.result().confidence, settings.threshold)
@@ -50,7 +53,7 @@ def episode(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
         for step in range(settings.steps):
             learn(learner, images, draws.fold(step), weights)
         finite = learner.later(learner.is_finite)
-        after = objective.measure(images)
+        after = ahead.measure_after(images)
         first, last = objective.complete(before.result(), after)
         sound = watch.judge(images, wanted, good.result().pieces[0], last, finite.result())
         prediction, undone = settle(wanted, first, last, sound, watch.alarmed, watch.guard.rise)
@@ -59,7 +62,9 @@ def episode(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
         raise
     if possibly_any(undone):
         learner.restore(good.result(), undone)
-    learner.renew(~undone)
+        ahead.forget()
+    if learner.renew(~undone):
+        ahead.forget()
     return prediction
 
 

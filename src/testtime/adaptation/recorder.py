@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from testtime.adaptation.learner import Learner
+from testtime.adaptation.lookahead import Lookahead
 from testtime.adaptation.method import episode
 from testtime.adaptation.prediction import Prediction
 from testtime.kernels.graphs import Captured, Series, record
@@ -45,8 +46,17 @@ def run_each(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
     graph = _find(learner, key, lambda: Series(partial(_run_episode, learner), _STRETCH, *first))
     if graph is None:
         with limit_threads(_count_pixels(learner, images[:1])):
-            return Prediction.join([episode(learner, *both)[0] for both in zip(*inputs, strict=True)])
+            return _run_in_turn(learner, *inputs)
     return Prediction(*(output[:, 0, 0] for output in graph(*inputs)))
+
+
+def _run_in_turn(learner: Learner, images: Tensor, samples: Tensor) -> Prediction:
+    """Run sequential episodes, for images `(N, 1, 1, C, H, W)` with sample numbers `(N, 1, 1)`."""
+    predictions, ahead = [], Lookahead(learner.objective)
+    for number, given in enumerate(zip(images, samples, strict=True), start=1):
+        ahead.expect(images[number] if number < len(images) else None)
+        predictions.append(episode(learner, *given, ahead)[0])
+    return Prediction.join(predictions)
 
 
 def _count_pixels(learner: Learner, images: Tensor) -> int:

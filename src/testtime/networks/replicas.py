@@ -147,7 +147,11 @@ class Replicas:
         Learning must not change the classifier, and it must treat images independently.
         """
         is_shared = not any(name.startswith("classifier.") for name in self.tensors)
-        return is_shared and "classifier" in self._separable and self.batch_norms.statistics != "batch"
+        return is_shared and self.is_separable("classifier")
+
+    def is_separable(self, *parts: Part) -> bool:
+        """Whether parts compute each image as if it were alone, except within `learning` of `batch_norms`."""
+        return self._separable.issuperset(parts) and self.batch_norms.statistics != "batch"
 
     @torch.no_grad()
     def _find_separable(self, example: Tensor) -> set[Part]:

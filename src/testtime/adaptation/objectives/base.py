@@ -26,11 +26,16 @@ class Objective(abc.ABC):
 
     Its constants are class attributes, which `Settings.constants` overrides.
 
+    Attributes:
+        joins: Whether `measure` observes several images of a replica as if each were alone.
+
     Args:
         replicas: The replicas.
         settings: The settings; task and augmentation must be set.
         later: Starts a function concurrently and returns a future with `result()`.
     """
+
+    joins = False
 
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:
         self.replicas, self.settings, self.later = replicas, settings, later

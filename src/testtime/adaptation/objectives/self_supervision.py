@@ -29,7 +29,16 @@ class SelfSupervision(Objective):
     def measure(self, images: Tensor) -> Observation | Unclassified:
         if type(self).observe is not SelfSupervision.observe:
             return self.observe(images)
-        return self._measure(images, may_defer=self.replicas.classifies_later and not self.settings.mirrored)
+        return self._measure(images, self._may_defer)
+
+    @property
+    def joins(self) -> bool:
+        own = type(self).observe is SelfSupervision.observe
+        return own and self._may_defer and self.replicas.is_separable("encoder", "ssl")
+
+    @property
+    def _may_defer(self) -> bool:
+        return self.replicas.classifies_later and not self.settings.mirrored
 
     def _measure(self, images: Tensor, may_defer: bool) -> Observation | Unclassified:
         task, (count, number) = self.settings.task, images.shape[:2]
