@@ -79,6 +79,29 @@ class ClassToken(nn.Module):
         return self.head(tokens[:, 0])
 
 
+class Embedding(nn.Module):
+    """Tokens of an image, with a parameter that is not used."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, width, 4, stride=4)
+        self.token, self.mask = (nn.Parameter(torch.randn(*shape, width)) for shape in ((1, 1), (1,)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.patch(images).flatten(2).transpose(1, 2)
+        return torch.cat([self.token.expand(len(images), -1, -1), tokens], dim=1)
+
+
+class MaskToken(nn.Module):
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.embed, self.norm = Embedding(width), nn.LayerNorm(width)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(images)).mean(1))
+
+
 def token_network() -> YNet:
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -144,6 +167,7 @@ def net_of(name: str) -> YNet:
         "transformer, patches": lambda: split(VisionTransformer(), "patch"),
         "transformer": lambda: split(VisionTransformer(), "block1"),
         "class token": token_network,
+        "mask token": lambda: split(MaskToken(), "embed"),
         "rectified": lambda: split(Rectified(), "norm"),
         "reflecting": lambda: split(Reflecting(), "norm"),
         "folding": lambda: split(Folding(), "conv"),
@@ -330,7 +354,7 @@ def test_ten_steps_with_momentum_decay_and_adam() -> None:
     check_steps("resnet26 group", 3, 10, adam, torch.float64, 1e-7)
 
 
-@pytest.mark.parametrize("name", ["transformer", "class token"])
+@pytest.mark.parametrize("name", ["transformer", "class token", "mask token"])
 def test_transformers_are_stacked(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "testtime.networks.replica_parts"):
         replicas = Replicas(net_of(name), 3, PARTS, pictures(2))
@@ -341,6 +365,7 @@ def test_transformers_are_stacked(name: str, caplog: pytest.LogCaptureFixture) -
     images = pictures(6).unflatten(0, (3, 2))
     with torch.no_grad():
         assert torch.allclose(few(images), replicas(images), atol=1e-5)
+        assert torch.allclose(replicas(images)[1], replicas.net(images[1]), atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("rectified", "it fails with"), ("reflecting", "'reflect'")])

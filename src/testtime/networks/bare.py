@@ -1,6 +1,7 @@
 """Parameters outside of layers, as class tokens, positions and layer scales, for concatenated batches of replicas.
 
-A module adds or multiplies them by broadcasting over images. For replicas, each is replaced during a forward pass by a
+Parameters that a part does not depend on are buffers, which never change (parts.py); they are treated alike. A module
+adds or multiplies them by broadcasting over images. For replicas, each is replaced during a forward pass by a
 tensor with a row per image, that of its replica, which broadcasts in the same way. Whether a module's own code allows
 that is tested on an example (replica_parts.py).
 """
@@ -13,6 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+CONSTANTS = "_testtime_constants"
+"""Attribute of a module: names of its buffers that never change."""
 
 
 class _Bare(NamedTuple):
@@ -31,12 +35,7 @@ class BareParameters:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._all = [
-            _Bare(module._parameters, name, tensor)
-            for module in modules
-            for name, tensor in module._parameters.items()
-            if tensor is not None
-        ]
+        self._all = [_Bare(*where) for module in modules for where in list_bare(module)]
 
     @contextlib.contextmanager
     def expanded(self, images: int, dtype: torch.dtype) -> Iterator[None]:
@@ -48,6 +47,14 @@ class BareParameters:
         finally:
             for tensors, name, stacked in self._all:
                 tensors[name] = stacked
+
+
+def list_bare(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """List a module's own parameters and constants: where each is registered, under which name, and the tensor."""
+    constants = getattr(module, CONSTANTS, frozenset())
+    places = [(module._parameters, name) for name in module._parameters]
+    places += [(module._buffers, name) for name in module._buffers if name in constants]
+    return [(tensors, name, tensor) for tensors, name in places if (tensor := tensors[name]) is not None]
 
 
 def is_bare(parameter: Tensor) -> bool:

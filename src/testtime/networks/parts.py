@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from testtime.networks.bare import CONSTANTS
 from testtime.networks.outputs import pick_logits
 
 _FEATURES: ContextVar[Tensor] = ContextVar("features")
@@ -207,3 +208,4 @@ def make_constants(model: nn.Module, used: Iterable[str]) -> None:
             if parameter is not None and f"{prefix}.{name}".lstrip(".") not in wanted:
                 del module._parameters[name]
                 module.register_buffer(name, parameter.detach().clone(), persistent=False)
+                setattr(module, CONSTANTS, getattr(module, CONSTANTS, frozenset()) | {name})

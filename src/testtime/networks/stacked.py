@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from testtime import kernels
 from testtime.kernels import Convolution, ConvolutionForm, NormForm
-from testtime.networks.bare import is_bare
+from testtime.networks.bare import CONSTANTS, is_bare, list_bare
 from testtime.networks.resnet import AddingConv2d, BatchNormReLU, GroupNormReLU, PreActivationBlock, ZeroPadShortcut
 
 
@@ -335,7 +335,8 @@ def find_unknown_layer(module: nn.Module) -> str | None:
     for name, layer in module.named_modules():
         tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
         if type(layer) not in _STACKED:
-            known = not isinstance(layer, _KNOWN) and not any(True for _ in layer.buffers(recurse=False))
+            changing = {name for name, _ in layer.named_buffers(recurse=False)} - getattr(layer, CONSTANTS, frozenset())
+            known = not isinstance(layer, _KNOWN) and not changing
             if tensors and not (known and all(map(is_bare, tensors))):
                 return f"{name or 'the module itself'} ({type(layer).__name__}) has parameters of its own"
             continue
@@ -405,10 +406,10 @@ def stack_layers(module: nn.Module, stack: Stacking) -> nn.Module:
         return _Blocks(OrderedDict((name, stack_layers(child, stack)) for name, child in module.named_children()))
     if _is_branch(module):
         return _Branch(OrderedDict((name, stack_layers(child, stack)) for name, child in module.named_children()))
-    if id(module) not in stack.bare and any(tensor is not None for tensor in module._parameters.values()):
+    if id(module) not in stack.bare and list_bare(module):
         chosen = stack.choose_bare(module)
-        for name, tensor in module._parameters.items():
-            module._parameters[name] = chosen(tensor)
+        for tensors, name, tensor in list_bare(module):
+            tensors[name] = chosen(tensor)
         stack.bare[id(module)] = module
     for name, child in module._modules.items():  # not named_children, which skips repeated layers
         module._modules[name] = None if child is None else stack_layers(child, stack)
