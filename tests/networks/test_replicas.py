@@ -102,6 +102,28 @@ class MaskToken(nn.Module):
         return self.head(self.norm(self.embed(images)).mean(1))
 
 
+class ChannelNorm(nn.LayerNorm):
+    """As in ConvNeXt."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class TokenNorm(nn.LayerNorm):
+    """A LayerNorm of a name of its own, as in timm."""
+
+
+class Patches(nn.Module):
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.patch, self.pixels = nn.Conv2d(3, width, 4, stride=4), ChannelNorm(width)
+        self.tokens, self.head = TokenNorm(width), nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.pixels(self.patch(images)).relu()
+        return self.head(self.tokens(x.flatten(2).transpose(1, 2)).tanh().mean(1))
+
+
 def token_network() -> YNet:
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -168,6 +190,7 @@ def net_of(name: str) -> YNet:
         "transformer": lambda: split(VisionTransformer(), "block1"),
         "class token": token_network,
         "mask token": lambda: split(MaskToken(), "embed"),
+        "patches": lambda: split(Patches(), "patch"),
         "rectified": lambda: split(Rectified(), "norm"),
         "reflecting": lambda: split(Reflecting(), "norm"),
         "folding": lambda: split(Folding(), "conv"),
@@ -191,6 +214,7 @@ PLAIN = [
     "residual",
     "transformer, patches",
     "class token",
+    "patches",
     "rectified",
     "reflecting",
 ]
@@ -354,7 +378,7 @@ def test_ten_steps_with_momentum_decay_and_adam() -> None:
     check_steps("resnet26 group", 3, 10, adam, torch.float64, 1e-7)
 
 
-@pytest.mark.parametrize("name", ["transformer", "class token", "mask token"])
+@pytest.mark.parametrize("name", ["transformer", "class token", "mask token", "patches"])
 def test_transformers_are_stacked(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "testtime.networks.replica_parts"):
         replicas = Replicas(net_of(name), 3, PARTS, pictures(2))

@@ -6,6 +6,7 @@ one set to every B images. `kernels` replaces these implementations where it has
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import Any
@@ -172,6 +173,13 @@ class _LayerNorm(nn.Module):
         return y.flatten(0, 1)
 
 
+class _ChannelNorm(_LayerNorm):
+    """LayerNorm over the channels of images, of each pixel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
 class Linear(nn.Module):
     """A linear layer."""
 
@@ -334,7 +342,7 @@ def find_unknown_layer(module: nn.Module) -> str | None:
     """Return why a module cannot be stacked layer by layer, or None if it can."""
     for name, layer in module.named_modules():
         tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
-        if type(layer) not in _STACKED:
+        if _find_form(layer) is None:
             changing = {name for name, _ in layer.named_buffers(recurse=False)} - getattr(layer, CONSTANTS, frozenset())
             known = not isinstance(layer, _KNOWN) and not changing
             if tensors and not (known and all(map(is_bare, tensors))):
@@ -353,6 +361,27 @@ def find_unknown_layer(module: nn.Module) -> str | None:
         if isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) != 1:
             return f"{name} normalises over several axes"
     return None
+
+
+def _find_form(layer: nn.Module) -> Callable[..., nn.Module] | None:
+    """Return the stacked form of a layer; None if there is none."""
+    if type(layer) not in _STACKED and isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1:
+        return next((form for form in (_LayerNorm, _ChannelNorm) if _is_like(layer, form)), None)
+    return _STACKED.get(type(layer))
+
+
+@torch.no_grad()
+def _is_like(layer: nn.LayerNorm, form: type[_LayerNorm]) -> bool:
+    """Whether a kind of LayerNorm that other libraries define, mostly over channels, computes what a form does."""
+    (channels,) = layer.normalized_shape
+    shape = (2, channels, 3, 5) if form is _ChannelNorm else (2, 3, channels)
+    device = next((tensor.device for tensor in layer.parameters()), None)
+    x = torch.arange(math.prod(shape), dtype=torch.float32, device=device).sin().view(shape)
+    try:
+        y = layer.forward(x)  # without hooks
+        return y.shape == x.shape and torch.allclose(y, form(layer, Stacking(1))(x), rtol=1e-4, atol=1e-5)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return False
 
 
 def is_accelerated(module: nn.Module, inputs: Tensor | None) -> bool:
@@ -398,9 +427,10 @@ def _measure_share(module: nn.Module, inputs: Tensor) -> float:
 
 def stack_layers(module: nn.Module, stack: Stacking) -> nn.Module:
     """Replace every layer with parameters by its stacked form, and stack those outside of layers; code is unchanged."""
-    if type(module) in _STACKED:
+    form = _find_form(module)
+    if form is not None:
         if id(module) not in stack.layers:
-            stack.layers[id(module)] = module, _STACKED[type(module)](module, stack.choose(module)).eval()
+            stack.layers[id(module)] = module, form(module, stack.choose(module)).eval()
         return stack.layers[id(module)][1]
     if _is_group(module):
         return _Blocks(OrderedDict((name, stack_layers(child, stack)) for name, child in module.named_children()))
