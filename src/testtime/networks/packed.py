@@ -48,11 +48,8 @@ class PackedParameters:
         wanted = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         if self._buffer is None:
             value = loss()
-            gradients = torch.autograd.grad(value, list(wanted.values()), materialize_grads=True)
-            known = dict(zip(wanted, gradients, strict=True))
-            return value.detach(), self.pack(
-                {name: known.get(name, torch.zeros_like(tensor)) for name, tensor in self.parameters.items()}
-            )
+            found = zip(wanted, torch.autograd.grad(value, list(wanted.values()), allow_unused=True), strict=True)
+            return value.detach(), self._collect(dict(found))
         with self._buffer as buffer:
             value = loss()
             buffer.begin()
@@ -65,6 +62,15 @@ class PackedParameters:
             elif (gradient := known[name]) is not None:
                 view += gradient
         return value.detach(), result
+
+    def _collect(self, gradients: dict[str, Tensor | None]) -> Tensor:
+        """Pack gradients; each is released once it is copied, so that their memory is not needed twice."""
+        result = torch.empty_like(self.numbers)
+        result[:, sum(parameter[0].numel() for parameter in self.parameters.values()) :] = 0
+        for name, view in self.unpack(result).items():
+            gradient = gradients.pop(name, None)
+            view.zero_() if gradient is None else view.copy_(gradient)
+        return result
 
     def unpack(self, numbers: Tensor) -> dict[str, Tensor]:
         """Return views of a packed tensor `(S, P)`, with the names and shapes of the parameters.
