@@ -110,14 +110,6 @@ class NormForm(NamedTuple):
     relu: bool
     moments: Any = None  # mean and reciprocal standard deviation of each group, (S, groups, 2)
 
-    @classmethod
-    def of_batch_norm(
-        cls, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float, relu: bool
-    ) -> NormForm:
-        """Return BatchNorm with running statistics and parameters `(S, C)`."""
-        moments = torch.stack([mean, (variance + eps).rsqrt()], dim=-1)
-        return cls(mean.shape[1], weight, bias, eps, relu, moments)
-
 
 class Convolution(NamedTuple):
     """A convolution of replicas with filters `(S, O, I, k, k)`, and the norm before it, if any."""
@@ -294,13 +286,6 @@ def _cpu_chains(x: Tensor, layers: Sequence[Convolution], *_: Any) -> bool:
     return all(fits(*layer) for layer in layers) and len({layer.norm and layer.norm.groups for layer in layers}) == 1
 
 
-def _cpu_batch_norms(
-    x: Tensor, mean: Tensor, variance: Tensor, weight: Any, bias: Any, training: bool, *_: Any
-) -> bool:
-    known = mean.dtype == torch.float32 and not training
-    return known and _cpu_norms(x, NormForm(x.shape[1], weight, bias, 0.0, False))
-
-
 def _cuda_batch_norms(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, *_: Any) -> bool:
     if weight is None or x.dim() != 4 or weight.dtype != torch.float32:
         return False
@@ -375,7 +360,6 @@ TABLE: dict[tuple[str, str], tuple[Kernel, ...]] = {
     ),
     ("fork_group_norm", "cuda"): (Kernel("cuda.groupnorm:fork_group_norm", _cuda_norms, _has_triton),),
     ("batch_norm", "cuda"): (Kernel("cuda.batchnorm:batch_norm", _cuda_batch_norms, _has_triton),),
-    ("batch_norm", "cpu"): (Kernel("cpu:batch_norm", _cpu_batch_norms, _has_compiler),),
     ("pool_linear", "cuda"): (Kernel("cuda.pooling:pool_linear", _cuda_pools, _has_triton),),
     ("halve", "cuda"): (
         Kernel("cuda.pooling:halve", _cuda_halves, _has_triton),

@@ -152,7 +152,8 @@ class _BatchNormReLU(nn.Sequential):
         hooks = [*norm._forward_hooks, *norm._forward_pre_hooks]
         if norm.training or not norm.track_running_stats or hooks:
             return None
-        return NormForm.of_batch_norm(norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps, relu=True)
+        moments = torch.stack([norm.running_mean, (norm.running_var + norm.eps).rsqrt()], dim=-1)
+        return NormForm(moments.shape[1], norm.weight, norm.bias, norm.eps, True, moments)
 
 
 class _LayerNorm(nn.Module):

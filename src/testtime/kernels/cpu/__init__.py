@@ -26,21 +26,6 @@ def group_norm(x: Tensor, norm: NormForm) -> Tensor:
     return _GroupNorm.apply(x, norm.weight, norm.bias, norm)  # type: ignore[return-value]
 
 
-def batch_norm(
-    x: Tensor,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
-    relu: bool,
-) -> Tensor:
-    """Apply BatchNorm that uses its running statistics to x `(S·B, C, H, W)`, float32; C is a multiple of 16."""
-    return group_norm(x, NormForm.of_batch_norm(mean, variance, weight, bias, eps, relu))
-
-
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm, plus: Tensor | None) -> Tensor:
     """Apply a float32 3×3 convolution with stride and padding 1 and equal input and output `CPU_CHANNELS`."""
     return convolve_chain(x, [Convolution(weight)], plus)
@@ -81,7 +66,7 @@ class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: NormForm) -> Tensor:
         x, norm = _channels_last(x), _norm_in_rows(norm)
-        y, moments = torch.empty_like(x), _expand_moments(x, norm, x.new_empty(len(x), norm.groups, 2))
+        y, moments = torch.empty_like(x), x.new_empty(len(x), norm.groups, 2)
         count, *rest = _sizes(x, *norm.weight.shape)
         kernels().norm_forward(_norm(x, count, norm, moments), _images(x, x.shape), _images(y, x.shape), count, *rest)
         ctx.save_for_backward(x, norm.weight, norm.bias, moments)
@@ -218,15 +203,8 @@ def _moments(x: Tensor, layers: Sequence[Convolution]) -> Tensor:
     groups = max(0 if layer.norm is None else layer.norm.groups for layer in layers)
     moments = x.new_empty(len(layers), len(x), groups, 2)
     for layer, own in zip(layers, moments, strict=True):
-        if layer.norm is not None:
-            _expand_moments(x, layer.norm, own)
-    return moments
-
-
-def _expand_moments(x: Tensor, norm: NormForm, moments: Tensor) -> Tensor:
-    """Write the moments of each image, `(N, groups, 2)`, if they are known."""
-    if norm.moments is not None:
-        moments.unflatten(0, (len(norm.moments), -1)).copy_(norm.moments.unsqueeze(1))
+        if layer.norm is not None and layer.norm.moments is not None:  # known, the same for all images of a replica
+            own.unflatten(0, (len(layer.norm.moments), -1)).copy_(layer.norm.moments.unsqueeze(1))
     return moments
 
 
