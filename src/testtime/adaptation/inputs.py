@@ -62,7 +62,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     tensor = tensor.detach()
     from_cpu = device.type == "cuda" and tensor.device.type == "cpu"
     if from_cpu and 0 < tensor.nbytes <= _STAGED and not tensor.is_pinned():
-        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         # By numpy, in this thread: waking torch's threads takes milliseconds.
         staged.flatten().view(torch.uint8).numpy()[:] = tensor.contiguous().flatten().view(torch.uint8).numpy()
         return staged.to(device, non_blocking=True)

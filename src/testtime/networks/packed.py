@@ -66,7 +66,7 @@ class PackedParameters:
     def _collect(self, gradients: dict[str, Tensor | None]) -> Tensor:
         """Pack gradients; each is released once it is copied, so that their memory is not needed twice."""
         result = torch.empty_like(self.numbers)
-        result[:, sum(parameter[0].numel() for parameter in self.parameters.values()) :] = 0
+        result[:, sum(parameter[0].numel() for parameter in self.parameters.values()) :].zero_()  # padding
         for name, view in self.unpack(result).items():
             gradient = gradients.pop(name, None)
             view.zero_() if gradient is None else view.copy_(gradient)
