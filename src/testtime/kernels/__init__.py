@@ -147,6 +147,11 @@ def find(operation: str, *arguments: Any) -> Callable[..., Any] | None:
     return None
 
 
+def has_any(operation: str, device: torch.device) -> bool:
+    """Whether there may be a kernel for an operation on a device."""
+    return (operation, device.type) in TABLE
+
+
 def enabled() -> bool:
     """Whether kernels are enabled."""
     return os.environ.get("TESTTIME_KERNELS", "").lower() not in ("off", "0", "false", "no")

@@ -265,7 +265,8 @@ class _Blocks(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # torch calls the argument `input`
         first, *_ = blocks = [block for block in self if isinstance(block, _PreActivationBlock)]
         strided = not isinstance(first.shortcut, nn.Identity)
-        layers = [layer for block in blocks for layer in block.convolutions()]
+        known = kernels.has_any("convolve_chain", x.device)
+        layers = [layer for block in blocks for layer in block.convolutions()] if known else []
         rows = {len(tensor) for layer in layers if layer.norm for tensor in (layer.weight, layer.norm.weight)}
         fits = len(layers) == 2 * len(blocks) and len(rows) == 1
         chain = kernels.find("convolve_chain", x, layers[strided:]) if fits else None
