@@ -16,6 +16,7 @@ from adapters import close, pictures, same
 from models import LayersOfTorch, VisionTransformer
 from testtime import Card, Guard, Online, Prediction, YNet, split
 from testtime.adaptation.objectives.activations import watch
+from testtime.adaptation.objectives.self_supervision import SelfSupervision
 from testtime.kernels import _load, halves
 from testtime.networks.replicas import Replicas
 from testtime.networks.separable import is_separable
@@ -303,7 +304,7 @@ def test_classes_before_and_after_a_step_are_computed_at_once(monkeypatch: pytes
     for settings in ({"update": "all"}, {"statistics": "batch"}, {"mirrored": True}):
         online(net, **settings).predict(images[:1])
         assert 2 not in sizes
-    monkeypatch.setattr(Replicas, "classifies_later", False)
+    monkeypatch.setattr(SelfSupervision, "_may_defer", False)
     assert close(found, online(net).predict(images), 1e-6)
 
 

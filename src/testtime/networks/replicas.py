@@ -140,15 +140,6 @@ class Replicas:
             return None
         return compute_in_halves([self.parts[name] for name in chain], self._prepare(images))
 
-    @property
-    def classifies_later(self) -> bool:
-        """Whether class logits of features can as well be computed later, together with those of other features.
-
-        Learning must not change the classifier, and it must treat images independently.
-        """
-        is_shared = not any(name.startswith("classifier.") for name in self.tensors)
-        return is_shared and self.is_separable("classifier")
-
     def is_separable(self, *parts: Part) -> bool:
         """Whether parts compute each image as if it were alone, except within `learning` of `batch_norms`."""
         return self._separable.issuperset(parts) and self.batch_norms.statistics != "batch"

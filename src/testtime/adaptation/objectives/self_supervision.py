@@ -38,7 +38,9 @@ class SelfSupervision(Objective):
 
     @property
     def _may_defer(self) -> bool:
-        return self.replicas.classifies_later and not self.settings.mirrored
+        """Whether images can as well be classified later: learning must not change the classifier."""
+        is_shared = not any(name.startswith("classifier.") for name in self.replicas.tensors)
+        return is_shared and self.replicas.is_separable("classifier") and not self.settings.mirrored
 
     def _measure(self, images: Tensor, may_defer: bool) -> Observation | Unclassified:
         task, (count, number) = self.settings.task, images.shape[:2]
