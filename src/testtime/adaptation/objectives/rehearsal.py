@@ -82,9 +82,8 @@ class Rehearsal(SelfSupervision):
         assert self.settings.augment is not None
         crops = self.settings.augment(drawn.flatten(0, 1), Draws(keys.keys.view(-1, 1)))[:, 0]
         if self.replicas.batch_norms.move:
-            self.replicas.batch_norms.train(
-                False
-            )  # classes are predicted with running statistics, which only views move
+            # Classes are predicted with running statistics, which only views move.
+            self.replicas.batch_norms.train(False)
         logits = self.replicas(crops.unflatten(0, slots.shape)).float()
         mean = logits.softmax(-1).mean(1)
         return measure_entropy(logits).mean(1) + (mean * (mean + self.epsilon).log()).sum(1)

@@ -186,17 +186,8 @@ def _norm(x: Tensor, count: int, norm: NormForm, moments: Tensor) -> Norm:
         raise ValueError(f"GroupNorm of {norm.groups} groups does not fit images {tuple(x.shape)}.")
     scales = (pointer(tensor, (count, channels), "rows") for tensor in (norm.weight, norm.bias))
     known = pointer(moments, (len(x), norm.groups, 2))
-    return Norm(
-        *scales,
-        apart,
-        known,
-        x.shape[2] * x.shape[3],
-        channels,
-        norm.groups,
-        norm.eps,
-        norm.relu,
-        norm.moments is not None,
-    )
+    sizes = x.shape[2] * x.shape[3], channels, norm.groups
+    return Norm(*scales, apart, known, *sizes, norm.eps, norm.relu, norm.moments is not None)
 
 
 def _moments(x: Tensor, layers: Sequence[Convolution]) -> Tensor:
