@@ -151,6 +151,19 @@ def eta(net: tt.YNet, anchored: bool = False) -> Predict:
     return predict
 
 
+def rdumb(net: tt.YNet, resets: int = 1000) -> Predict:
+    learning, steps = eta(net), 0
+
+    def predict(images: Tensor) -> Tensor:
+        nonlocal learning, steps
+        if steps and steps % resets == 0:
+            learning = eta(net)
+        steps += 1
+        return learning(images)
+
+    return predict
+
+
 def sar(net: tt.YNet) -> Predict:
     model = use_batch_statistics(net)
     names = select_parameters(net, "norm-early")
@@ -424,11 +437,11 @@ def dua(net: tt.YNet) -> Predict:
 
 LOOPS: dict[str, Callable[[tt.YNet], Predict]] = {
     "ttt": ttt, "best": best, "norm": norm, "dua": dua, "tent": tent, "shot": shot, "eta": eta,
-    "eata": functools.partial(eta, anchored=True), "sar": sar, "cotta": cotta, "lame": lame, "t3a": t3a, "memo": memo,
-    "roid": roid, "rotta": rotta, "actmad": actmad,
+    "eata": functools.partial(eta, anchored=True), "rdumb": rdumb, "sar": sar, "cotta": cotta, "lame": lame, "t3a": t3a,
+    "memo": memo, "roid": roid, "rotta": rotta, "actmad": actmad,
 }  # fmt: skip
-"""`rdumb` is `eta` and `rehearsal` is `best`; `mirrored` is `ttt` with one more image to predict."""
-EXACT = {"norm", "tent", "shot", "eta", "eata", "sar", "lame", "t3a", "actmad"}
+"""`rehearsal` is `best`; `mirrored` is `ttt` with one more image to predict."""
+EXACT = {"norm", "tent", "shot", "eta", "eata", "rdumb", "sar", "lame", "t3a", "actmad"}
 
 
 def measure(name: str, net: tt.YNet, images: Tensor, rounds: int, device: str) -> dict[str, Any]:
