@@ -22,7 +22,8 @@ from testtime.kernels import CPU_CHANNELS, Convolution, ConvolutionForm, NormFor
 from testtime.kernels.cpu import build
 from testtime.networks import resnet26
 from testtime.networks.replicas import PARTS, Replicas
-from testtime.networks.stacked import Stacking, stack_layers
+from testtime.networks.stacked import stack_layers
+from testtime.networks.stacking import Stacking
 from testtime.randomness import Draws
 
 needs_compiler = pytest.mark.skipif(not build.available(), reason="needs a C++ compiler")

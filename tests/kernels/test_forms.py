@@ -12,7 +12,8 @@ from testtime import kernels
 from testtime.kernels import cpu, forms
 from testtime.kernels.cpu import build
 from testtime.networks.resnet import GroupNormReLU, ZeroPadShortcut
-from testtime.networks.stacked import Stacking, stack_layers
+from testtime.networks.stacked import stack_layers
+from testtime.networks.stacking import Stacking
 from testtime.randomness import Draws
 
 # inputs, outputs, stride, images of a replica, side, groups

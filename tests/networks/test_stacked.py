@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from testtime.kernels.cpu import build
 from testtime.networks import resnet26
 from testtime.networks.resnet import BatchNormReLU
-from testtime.networks.stacked import Stacking, is_accelerated, stack_layers
+from testtime.networks.stacked import is_accelerated, stack_layers
+from testtime.networks.stacking import Stacking
 from testtime.randomness import Draws
 
 

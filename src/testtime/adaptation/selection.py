@@ -13,7 +13,7 @@ from testtime.adaptation.settings import Settings, Update
 from testtime.checks import format_value
 from testtime.networks.batch_norms import Statistics
 from testtime.networks.replicas import PARTS, Part
-from testtime.networks.stacked import NORMS
+from testtime.networks.stacked_norms import NORMS
 from testtime.networks.ynet import YNet
 
 _SHOWN = 8  # names in a message

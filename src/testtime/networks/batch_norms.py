@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from testtime.networks.stacked import BatchNorm
+from testtime.networks.stacked_norms import BatchNorm
 
 Statistics = Literal["running", "source", "batch"]
 

@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from testtime import kernels
 from testtime.networks.bare import BareParameters
-from testtime.networks.stacked import Stacking, find_unknown_layer, is_accelerated, stack_layers
+from testtime.networks.stacked import find_unknown_layer, is_accelerated, stack_layers
+from testtime.networks.stacking import Stacking
 from testtime.precision import arithmetic
 
 log = logging.getLogger(__name__)

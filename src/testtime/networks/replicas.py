@@ -25,7 +25,7 @@ from testtime.networks.batch_norms import BatchNorms
 from testtime.networks.packed import PackedParameters
 from testtime.networks.replica_parts import DirectPart, MappedPart, PlainPart, StackedPart, replicate, share
 from testtime.networks.separable import compute_in_halves, is_separable
-from testtime.networks.stacked import NORMS
+from testtime.networks.stacked_norms import NORMS
 from testtime.networks.ynet import YNet
 
 Part = Literal["encoder", "classifier", "ssl"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,46 +17,11 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from testtime import kernels
-from testtime.kernels import Convolution, ConvolutionForm, NormForm
+from testtime.kernels import Convolution, ConvolutionForm
 from testtime.networks.bare import CONSTANTS, is_bare, list_bare
 from testtime.networks.resnet import AddingConv2d, BatchNormReLU, GroupNormReLU, PreActivationBlock, ZeroPadShortcut
-
-
-class Stacking:
-    """Stacks tensors of a module to `(S, *shape)`; a shared tensor stays shared.
-
-    Args:
-        count: Number of replicas, S.
-        own: Ids of the layers of which every replica has its own; the others have a single row. None: all.
-    """
-
-    def __init__(self, count: int, own: Collection[int] | None = None) -> None:
-        self.count, self._own = count, own
-        self._shared = self if own is None else Stacking(1)
-        self.made: dict[int, tuple[Tensor, Any]] = {}
-        self.layers: dict[int, tuple[nn.Module, nn.Module]] = {}
-        self.bare: dict[int, nn.Module] = {}
-        """Modules with parameters outside of layers, by id."""
-
-    def choose(self, layer: nn.Module) -> Stacking:
-        """Return the stacking of a layer's tensors."""
-        if self._own is None or type(layer) is PreActivationBlock:  # a block chooses for each of its layers
-            return self
-        return self if any(id(part) in self._own for part in layer.modules()) else self._shared
-
-    def choose_bare(self, module: nn.Module) -> Stacking:
-        """Return the stacking of a module's own tensors, whatever its layers have."""
-        return self if self._own is None or id(module) in self._own else self._shared
-
-    def __call__(self, tensor: Tensor | None) -> Any:
-        if tensor is None:
-            return None
-        if id(tensor) not in self.made:
-            stacked = tensor.detach().unsqueeze(0).repeat(self.count, *[1] * tensor.dim())
-            if isinstance(tensor, nn.Parameter):
-                stacked = nn.Parameter(stacked, requires_grad=False)
-            self.made[id(tensor)] = tensor, stacked  # the original too, so that its id is not reused
-        return self.made[id(tensor)][1]
+from testtime.networks.stacked_norms import ActiveBatchNorm, BatchNorm, ChannelNorm, GroupNorm, LayerNorm
+from testtime.networks.stacking import Stacking
 
 
 class _Conv2d(nn.Module):
@@ -76,109 +41,6 @@ class _Conv2d(nn.Module):
         pieces = zip(x.chunk(count), weight, biases, strict=True)
         y = _concatenate([F.conv2d(piece, w, b, *self.form) for piece, w, b in pieces])
         return y if shortcut is None else y + shortcut
-
-
-class _GroupNorm(nn.Module):
-    """GroupNorm, optionally followed by ReLU."""
-
-    def __init__(self, layer: nn.GroupNorm, stack: Stacking) -> None:
-        super().__init__()
-        self.weight, self.bias = stack(layer.weight), stack(layer.bias)
-        self.groups, self.eps, self.relu = layer.num_groups, layer.eps, isinstance(layer, GroupNormReLU)
-
-    @property
-    def form(self) -> NormForm:
-        return NormForm(self.groups, self.weight, self.bias, self.eps, self.relu)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = kernels.take_over("group_norm", x, self.form)
-        if y is not None:
-            return y
-        y = _scale(F.group_norm(x, self.groups, eps=self.eps), self.weight, self.bias)
-        return F.relu_(y) if self.relu else y
-
-    def fork(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the result and x, so that the backward pass can fuse the sum of both gradients."""
-        forked = None if self._forward_hooks else kernels.take_over("fork_group_norm", x, self.form)
-        return (self(x), x) if forked is None else forked
-
-
-class BatchNorm(nn.Module):
-    """BatchNorm with separate statistics per replica, optionally followed by ReLU."""
-
-    running_mean: Tensor
-    running_var: Tensor
-    num_batches_tracked: Tensor
-
-    def __init__(self, layer: nn.BatchNorm2d | nn.BatchNorm1d, stack: Stacking, relu: bool = False) -> None:
-        super().__init__()
-        self.weight, self.bias = stack(layer.weight), stack(layer.bias)
-        for name, buffer in layer.named_buffers():
-            self.register_buffer(name, stack(buffer))
-        self.eps, self.momentum, self.relu = layer.eps, layer.momentum or 0.0, relu
-        self.track_running_stats = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        count, rest = len(self.running_mean), (self.training, self.momentum, self.eps)
-        mean, variance = None, None
-        if self.track_running_stats:
-            if self.training:
-                self.num_batches_tracked += 1
-            statistics = self.running_mean, self.running_var
-            y = kernels.take_over("batch_norm", x, *statistics, self.weight, self.bias, *rest, self.relu)
-            if y is not None:
-                return y
-            mean, variance = (tensor.view(-1) for tensor in statistics)  # views, updated in place
-        wide = x.unflatten(0, (count, -1)).transpose(0, 1).flatten(1, 2)  # (B, S·C, ...)
-        weight, bias = (None if t is None else t.flatten() for t in (self.weight, self.bias))
-        wide = F.batch_norm(wide, mean, variance, weight, bias, *rest)
-        wide = F.relu_(wide) if self.relu else wide  # here, since changing a view in place makes backward slow
-        return wide.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
-
-
-class _BatchNormReLU(nn.Sequential):
-    """BatchNorm followed by ReLU, with the parameter names of `BatchNormReLU`."""
-
-    def __init__(self, layer: BatchNormReLU, stack: Stacking) -> None:
-        norm = layer[0]
-        assert isinstance(norm, nn.BatchNorm2d)
-        super().__init__(BatchNorm(norm, stack, relu=True))
-
-    @property
-    def form(self) -> NormForm | None:
-        """The norm with its running statistics; None if it uses those of the batch, or has hooks."""
-        (norm,) = self
-        assert isinstance(norm, BatchNorm)
-        hooks = [*norm._forward_hooks, *norm._forward_pre_hooks]
-        if norm.training or not norm.track_running_stats or hooks:
-            return None
-        moments = torch.stack([norm.running_mean, (norm.running_var + norm.eps).rsqrt()], dim=-1)
-        return NormForm(moments.shape[1], norm.weight, norm.bias, norm.eps, True, moments)
-
-
-class _LayerNorm(nn.Module):
-    """LayerNorm over the last axis."""
-
-    def __init__(self, layer: nn.LayerNorm, stack: Stacking) -> None:
-        super().__init__()
-        self.weight, self.bias = stack(layer.weight), stack(layer.bias)
-        self.eps = layer.eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.layer_norm(x, x.shape[-1:], eps=self.eps)
-        if self.weight is None:
-            return y
-        shape = len(self.weight), *[1] * (x.dim() - 1), -1
-        y, weight = y.unflatten(0, (len(self.weight), -1)), self.weight.to(x.dtype).view(shape)
-        y = y * weight if self.bias is None else torch.addcmul(self.bias.to(x.dtype).view(shape), y, weight)
-        return y.flatten(0, 1)
-
-
-class _ChannelNorm(_LayerNorm):
-    """LayerNorm over the channels of images, of each pixel."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class Linear(nn.Module):
@@ -248,13 +110,13 @@ class _PreActivationBlock(nn.Module):
         self.shortcut = stack_layers(block.shortcut, stack)
 
     def forward(self, x: Tensor) -> Tensor:
-        y, x = self.norm1.fork(x) if isinstance(self.norm1, _GroupNorm) else (self.norm1(x), x)
+        y, x = self.norm1.fork(x) if isinstance(self.norm1, GroupNorm) else (self.norm1(x), x)
         return self.conv2(self.norm2(self.conv1(y)), self.shortcut(x))
 
     def convolutions(self) -> list[Convolution]:
         """Return its convolutions with the norms before them; none unless images are independent there."""
         pairs: list[tuple[Any, Any]] = [(self.norm1, self.conv1), (self.norm2, self.conv2)]
-        known = (isinstance(norm, (_GroupNorm, _BatchNormReLU)) and not norm._forward_hooks for norm, _ in pairs)
+        known = (isinstance(norm, (GroupNorm, ActiveBatchNorm)) and not norm._forward_hooks for norm, _ in pairs)
         forms = [norm.form if plain else None for (norm, _), plain in zip(pairs, known, strict=True)]
         return [Convolution(conv.weight, form, conv.form) for (_, conv), form in zip(pairs, forms, strict=True) if form]
 
@@ -304,25 +166,15 @@ def _concatenate(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _scale(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return x `(S·B, C, ...)` times weight plus bias, `(S, C)` each."""
-    if weight is None:
-        return x
-    shape = len(weight), 1, -1, *[1] * (x.dim() - 2)
-    y = x.unflatten(0, (len(weight), -1)) * weight.to(x.dtype).view(shape)
-    y = y if bias is None else y + bias.to(x.dtype).view(shape)
-    return y.flatten(0, 1)
-
-
 _STACKED: dict[type[nn.Module], Callable[..., nn.Module]] = {
     nn.Conv2d: _Conv2d,
     AddingConv2d: _Conv2d,
-    nn.GroupNorm: _GroupNorm,
-    GroupNormReLU: _GroupNorm,
+    nn.GroupNorm: GroupNorm,
+    GroupNormReLU: GroupNorm,
     nn.BatchNorm1d: BatchNorm,
     nn.BatchNorm2d: BatchNorm,
-    BatchNormReLU: _BatchNormReLU,
-    nn.LayerNorm: _LayerNorm,
+    BatchNormReLU: ActiveBatchNorm,
+    nn.LayerNorm: LayerNorm,
     nn.Linear: Linear,
     NonDynamicallyQuantizableLinear: Linear,  # of MultiheadAttention
     nn.MultiheadAttention: _MultiheadAttention,
@@ -334,10 +186,6 @@ _STACKED: dict[type[nn.Module], Callable[..., nn.Module]] = {
 _KNOWN = tuple(_STACKED)
 _OWN = (GroupNormReLU, BatchNormReLU, AddingConv2d, PreActivationBlock, ZeroPadShortcut)
 _LEAST_SHARE = 0.2  # of the multiplications: with less, stacked layers cost what the kernels gain
-
-
-NORMS = (_GroupNorm, BatchNorm, _LayerNorm, nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
-"""Normalisation layers, stacked or not."""
 
 
 def find_unknown_layer(module: nn.Module) -> str | None:
@@ -368,15 +216,15 @@ def find_unknown_layer(module: nn.Module) -> str | None:
 def _find_form(layer: nn.Module) -> Callable[..., nn.Module] | None:
     """Return the stacked form of a layer; None if there is none."""
     if type(layer) not in _STACKED and isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1:
-        return next((form for form in (_LayerNorm, _ChannelNorm) if _is_like(layer, form)), None)
+        return next((form for form in (LayerNorm, ChannelNorm) if _is_like(layer, form)), None)
     return _STACKED.get(type(layer))
 
 
 @torch.no_grad()
-def _is_like(layer: nn.LayerNorm, form: type[_LayerNorm]) -> bool:
+def _is_like(layer: nn.LayerNorm, form: type[LayerNorm]) -> bool:
     """Whether a kind of LayerNorm that other libraries define, mostly over channels, computes what a form does."""
     (channels,) = layer.normalized_shape
-    shape = (2, channels, 3, 5) if form is _ChannelNorm else (2, 3, channels)
+    shape = (2, channels, 3, 5) if form is ChannelNorm else (2, 3, channels)
     device = next((tensor.device for tensor in layer.parameters()), None)
     x = torch.arange(math.prod(shape), dtype=torch.float32, device=device).sin().view(shape)
     try:

@@ -23,7 +23,7 @@ from testtime.data.sets import TestSet
 from testtime.networks.card import FEATURES, STATISTICS, Statistics, compare_tensors
 from testtime.networks.replica_parts import plain_attention
 from testtime.networks.resnet import GroupNormReLU
-from testtime.networks.stacked import NORMS
+from testtime.networks.stacked_norms import NORMS
 from testtime.networks.task_loss import measure_task
 from testtime.networks.ynet import YNet
 from testtime.precision import arithmetic

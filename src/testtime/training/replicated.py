@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from testtime import kernels
 from testtime.networks.replicas import PARTS, Part, Replicas
-from testtime.networks.stacked import BatchNorm
+from testtime.networks.stacked_norms import BatchNorm
 from testtime.networks.ynet import YNet
 from testtime.precision import Precision
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from testtime.networks.replicas import Replicas
 from testtime.networks.resnet import GroupNormReLU
-from testtime.networks.stacked import _LayerNorm
+from testtime.networks.stacked_norms import LayerNorm
 
 
 def list_layers(replicas: Replicas, kinds: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
@@ -62,4 +62,4 @@ def find_channels(layer: nn.Module) -> int:
     """Return the axis of the channels in the output of a normalisation layer."""
     if isinstance(layer, nn.LayerNorm):
         return -len(layer.normalized_shape)
-    return -1 if isinstance(layer, _LayerNorm) else 1
+    return -1 if isinstance(layer, LayerNorm) else 1

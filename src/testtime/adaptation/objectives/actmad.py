@@ -12,7 +12,7 @@ from testtime.adaptation.objectives.activations import compute_norm, find_channe
 from testtime.adaptation.objectives.base import Objective, Observation
 from testtime.adaptation.settings import Settings
 from testtime.networks.replicas import Replicas
-from testtime.networks.stacked import NORMS
+from testtime.networks.stacked_norms import NORMS
 from testtime.randomness import Draws
 
 

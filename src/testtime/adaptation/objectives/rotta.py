@@ -17,7 +17,7 @@ from testtime.adaptation.settings import Settings
 from testtime.augment import as_floats
 from testtime.kernels import possibly_any
 from testtime.networks.replicas import Replicas
-from testtime.networks.stacked import BatchNorm
+from testtime.networks.stacked_norms import BatchNorm
 from testtime.randomness import Draws
 
 
