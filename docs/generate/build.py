@@ -77,12 +77,10 @@ def make_parts() -> dict[Path, Parts]:
 
 def make_readme() -> Parts:
     """The parts of the README."""
-    own, main = read_past()["robust"]
-    robust = by_level(main)[5]
-    networks = {
-        "`cifar10-resnet26-gn-joint`": by_level(read_main())[5],
-        "`cifar10-resnet26-gn-robust`": replace(robust, rows={**by_level(own)[5].rows, **robust.rows}),
-    }
+    networks = {"`cifar10-resnet26-gn-joint`": by_level(read_main())[5]}
+    for name, width in (("robust", ""), ("robust, width 2", "x2")):
+        own, main = (by_level(results)[5] for results in read_past()[name])
+        networks[f"`cifar10-resnet26{width}-gn-robust`"] = replace(main, rows={**own.rows, **main.rows})
     return {"expected": errors.format_expected(networks, ("fixed", "episodic", "online", "mirrored", "best"))}
 
 
@@ -184,14 +182,15 @@ def make_variants() -> Parts:
 def make_networks() -> Parts:
     """The parts of the page on networks."""
     seeds, tf32 = read_results(*SEEDS, main=("fixed", "online")), read_results(*TF32)
-    joint, robust = read_results("joint-0"), read_results("robust-0")
+    joint, robust, wide = (read_results(name) for name in ("joint-0", "robust-0", "robust-x2-level-5"))
     return {
         "trainings": trainings.format_trainings(),
         "seeds": errors.format_table(seeds, by_level(seeds)[5]),
         "tf32": errors.format_table(tf32, by_level(tf32)[5]),
         "joint": errors.format_table(joint, by_level(joint)[5]),
         "robust": errors.format_table(robust, by_level(robust)[5]),
-        "sources": format_sources(*in_cifar(*SEEDS, *TF32, "joint-0", "robust-0", "uda")),
+        "robust, width 2": errors.format_table(wide, by_level(wide)[5]),
+        "sources": format_sources(*in_cifar(*SEEDS, *TF32, "joint-0", "robust-0", "robust-x2-level-5", "uda")),
     }
 
 

@@ -24,7 +24,11 @@ CIFAR, PICTURES = Path("results/cifar10"), Path("results/imagenette")
 SEEDS, TF32 = tuple(f"seed-{seed}" for seed in range(1, 6)), ("tf32-0", "tf32-1")
 CONTROL = "fixed-mirrored"
 """The control of `mirrored` and `best`, which learns nothing; not one of the methods of the main tables."""
-PAST = {"joint": ("past-joint", "levels"), "robust": ("past-robust", "robust-0")}
+PAST = {
+    "joint": ("past-joint", "levels"),
+    "robust": ("past-robust", "robust-0"),
+    "robust, width 2": ("robust-x2-best", "robust-x2-level-5"),
+}
 """Networks, the file of the study `best` with each (level 1: ending in -mild), and one with `fixed` and `online`."""
 
 

@@ -18,7 +18,19 @@ TOGETHER = tuple(f"{method}-{seed}" for method in ("joint", "robust") for seed i
 FILES: Mapping[str, Path] = {
     **{
         name: CIFAR / f"training-{name}.json"
-        for name in (ALONE, "gn-plain", "gn-alp", "bn-joint", "bn-plain", *SEEDS, "tf32-0", "tf32-1", *TOGETHER, "uda")
+        for name in (
+            ALONE,
+            "gn-plain",
+            "gn-alp",
+            "bn-joint",
+            "bn-plain",
+            *SEEDS,
+            "tf32-0",
+            "tf32-1",
+            *TOGETHER,
+            "robust-x2",
+            "uda",
+        )
     },
     **{name: CIFAR / f"training-{name}.json" for name in ("vit-masked", "vit-rotation")},
     **{f"imagenette-{name}": PICTURES / f"training-{name}.json" for name in ("joint", "plain")},
@@ -72,4 +84,5 @@ def _title(shape: Mapping[str, Any]) -> str:
     """The name of an architecture."""
     if shape["name"] == "vit":
         return f"ViT, {'masked patches' if shape['outputs'] is None else 'rotation'}"
-    return f"{shape['name'].replace('resnet', 'ResNet-')}, {shape['norm'].capitalize()} Normalization"
+    width = f" of width {shape['width']}" if shape.get("width", 1) > 1 else ""
+    return f"{shape['name'].replace('resnet', 'ResNet-')}{width}, {shape['norm'].capitalize()} Normalization"

@@ -104,9 +104,10 @@ def test_the_parts_of_best_on_the_test_sets(tmp_path: Path) -> None:
     assert "levels.json" in parts["sources of the test sets"]
 
 
-def test_the_readme_has_both_files_of_the_robust_network() -> None:
-    own, main = (by_level(one)[5].rows for one in read_past()["robust"])
-    shown = build.make_readme()["expected"].splitlines()[-1].split("|")[3:-1]
+@pytest.mark.parametrize(("name", "line"), [("robust", -3), ("robust, width 2", -1)])
+def test_the_readme_has_both_files_of_a_robust_network(name: str, line: int) -> None:
+    own, main = (by_level(one)[5].rows for one in read_past()[name])
+    shown = build.make_readme()["expected"].splitlines()[line].split("|")[3:-1]
     rows = main["fixed"], None, main["online"], own["mirrored"], own["best"]
     assert [cell.strip() for cell in shown] == ["" if one is None else f"{one['mean'].error:.1f}" for one in rows]
 
