@@ -29,6 +29,19 @@ def test_cost_counts_forward_passes(mode: Any, settings: dict[str, Any], expecte
     assert MethodSpec("one", mode, settings=settings).cost == expected
 
 
+@pytest.mark.parametrize(
+    ("method", "mode", "expected"),
+    [
+        ("tent", "online", 2 + 3),  # the image itself
+        ("norm", "online", 2),
+        ("memo", "episodic", 2 + 3 * 32),
+        ("best", "online", 2 * 4 + 3 * 2 * 32),  # as many from its memory
+    ],
+)
+def test_cost_depends_on_what_a_method_learns_from(method: str, mode: Any, expected: int) -> None:
+    assert MethodSpec("one", mode, method=method).cost == expected
+
+
 def test_cost_without_a_task_is_that_of_the_default_of_a_card() -> None:
     given = MethodSpec("one", "online", settings={"task": Card().task})
     assert MethodSpec("one", "online").cost == given.cost

@@ -21,6 +21,7 @@ class MovingStatistics(Entropy):
     `start` · `decay`ᵗ + `least`.
     """
 
+    augments = True
     start, decay, least = 0.1, 0.94, 0.005
 
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:

@@ -17,6 +17,7 @@ class MarginalEntropy(Entropy):
     A view is an augmented copy, as in training, processed by AugMix with strength `severity`.
     """
 
+    augments = True
     severity = 1.0
 
     def loss(self, images: Tensor, draws: Draws) -> Tensor:

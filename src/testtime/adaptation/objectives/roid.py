@@ -25,6 +25,7 @@ class LikelihoodRatio(Objective):
     batch, as in the paper; its code multiplies the logits.
     """
 
+    augments = True
     source_momentum, momentum, temperature, most = 0.99, 0.9, 1 / 3, 0.99
 
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:

@@ -13,6 +13,8 @@ from testtime.tasks import make_views
 class SelfSupervision(Objective):
     """The self-supervised task of the network's second branch, on augmented copies of the image (Sun et al. 2020)."""
 
+    augments = True
+
     def loss(self, images: Tensor, draws: Draws) -> Tensor:
         settings, count = self.settings, len(images)
         assert settings.task is not None

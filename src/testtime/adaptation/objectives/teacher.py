@@ -21,6 +21,7 @@ class Teacher(Objective):
     step a small random fraction of the student's weights is restored from the source.
     """
 
+    augments = True
     momentum, sure, restored = 0.999, 0.92, 0.01
 
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:
