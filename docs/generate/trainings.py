@@ -19,20 +19,10 @@ FILES: Mapping[str, Path] = {
     **{
         name: CIFAR / f"training-{name}.json"
         for name in (
-            ALONE,
-            "gn-plain",
-            "gn-alp",
-            "bn-joint",
-            "bn-plain",
-            *SEEDS,
-            "tf32-0",
-            "tf32-1",
-            *TOGETHER,
-            "robust-x2",
-            "uda",
+            *(ALONE, "gn-plain", "gn-alp", "bn-joint", "bn-plain", *SEEDS, "tf32-0", "tf32-1", *TOGETHER),
+            *("robust-x2", "uda", "vit-masked", "vit-rotation"),
         )
     },
-    **{name: CIFAR / f"training-{name}.json" for name in ("vit-masked", "vit-rotation")},
     **{f"imagenette-{name}": PICTURES / f"training-{name}.json" for name in ("joint", "plain")},
 }
 
