@@ -12,7 +12,7 @@ from testtime import tasks
 from testtime.adaptation.adapters import Adapter, Episodic, Fixed, Online
 from testtime.adaptation.auto import Auto, Calibration
 from testtime.adaptation.guard import Guard
-from testtime.adaptation.methods import METHODS, Mode, find_method
+from testtime.adaptation.methods import METHODS, Method, Mode, find_method
 from testtime.adaptation.settings import Settings
 from testtime.adaptation.streams import Streams
 from testtime.checks import (
@@ -170,26 +170,16 @@ class MethodSpec:
         if not getattr(method.objective, "augments", True):
             return 1
         both = 2 if method.holds_images else 1  # as many of the images it holds
-        return both * settings.copies * self._count_views(settings)[0]
+        return both * settings.copies * _count_views(method, settings)[0]
 
     @property
     def cost(self) -> int:
         """Forward passes per image; a view in a training step counts three times for its backward pass."""
         settings = self.make_settings()
-        observed = self._count_views(settings)[1]
+        observed = _count_views(find_method(self.method), settings)[1]
         if self.mode == "fixed":
             return observed
         return 2 * observed + round(3 * settings.steps * self.views * (self.fraction or 1))
-
-    def _count_views(self, settings: Settings) -> tuple[int, int]:
-        """Return the views that the task makes of a copy to learn from, and of a plain image to observe.
-
-        Without a task there is one of each; if it is the network's, which is not known here, it is assumed to be the
-        default of a `Card`.
-        """
-        if "branch" not in find_method(self.method).needs:
-            return 1, 1
-        return tasks.count_views(settings.task or tasks.make(Card().task))
 
     def make_settings(self) -> Settings:
         """Return the settings of the method in its mode, with threshold 1 if it is still a percentage."""
@@ -236,6 +226,17 @@ def _make_calibration(about: Mapping[str, Any]) -> Calibration | None:
     """Return the calibration that a method's table describes; None, for that of the network's card, if it is empty."""
     given: dict[str, Any] = {name: None if value == "never" else value for name, value in about.items()}
     return Calibration(**given) if given else None
+
+
+def _count_views(method: Method, settings: Settings) -> tuple[int, int]:
+    """Return the views that the task makes of a copy to learn from, and of a plain image to observe.
+
+    A method without a task makes one of each. If the task is the network's, which is not known here, it is assumed to
+    be the default of a `Card`.
+    """
+    if "branch" not in method.needs:
+        return 1, 1
+    return tasks.count_views(settings.task or tasks.make(Card().task))
 
 
 def _is_pair(value: Any) -> bool:

@@ -105,6 +105,17 @@ def collect(net: YNet, images: Tensor | TestSet, *, count: int = 2000, progress:
     return net
 
 
+def find_statistics(net: YNet) -> Statistics:
+    """Return the statistics of a network.
+
+    Raises:
+        ValueError: They were not collected.
+    """
+    if net.statistics is None:
+        raise ValueError("The network has no statistics of training images: tt.collect(net, images) adds them.")
+    return net.statistics
+
+
 def check_statistics(net: YNet, statistics: Statistics) -> None:
     """Check that statistics fit a network.
 

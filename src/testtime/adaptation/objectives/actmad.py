@@ -13,6 +13,7 @@ from testtime.adaptation.objectives.base import Objective, Observation
 from testtime.adaptation.settings import Settings
 from testtime.networks.replicas import Replicas
 from testtime.networks.stacked_norms import NORMS
+from testtime.networks.statistics import find_statistics
 from testtime.randomness import Draws
 
 
@@ -26,7 +27,7 @@ class ActivationMatching(Objective):
 
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:
         super().__init__(replicas, settings, later)
-        statistics, device = self.find_statistics(), replicas.packed.numbers.device
+        statistics, device = find_statistics(replicas.net), replicas.packed.numbers.device
         known = list_layers(replicas, NORMS)
         self._layers = {name: layer for name, layer in known.items() if name in statistics.means}
         if not self._layers:

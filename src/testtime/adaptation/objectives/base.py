@@ -16,7 +16,6 @@ from torch import Tensor
 
 from testtime.adaptation.prediction import Observation, Unclassified
 from testtime.adaptation.settings import Settings
-from testtime.networks.card import Statistics
 from testtime.networks.replicas import Replicas
 from testtime.randomness import Draws
 
@@ -118,17 +117,6 @@ class Objective(abc.ABC):
         example = self.replicas.example
         assert example is not None
         return self.replicas(example.expand(self.replicas.count, *example.shape)).shape[-1]
-
-    def find_statistics(self) -> Statistics:
-        """Return the statistics of the source network on training images.
-
-        Raises:
-            ValueError: They were not collected.
-        """
-        statistics = self.replicas.net.statistics
-        if statistics is None:
-            raise ValueError("The network has no statistics of training images: tt.collect(net, images) adds them.")
-        return statistics
 
     def classify(self, images: Tensor, features: Tensor | None = None) -> Tensor:
         """Return class logits `(S, B, K)` of images, reusing their features if given."""

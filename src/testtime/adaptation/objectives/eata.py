@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from testtime.adaptation.objectives.entropy import Entropy, measure_entropy
 from testtime.adaptation.settings import Settings
 from testtime.networks.replicas import Replicas
+from testtime.networks.statistics import find_statistics
 from testtime.randomness import Draws
 
 
@@ -62,7 +63,7 @@ class AnchoredEntropy(ReliableEntropy):
 
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:
         super().__init__(replicas, settings, later)
-        fisher, device = self.find_statistics().fisher, replicas.packed.numbers.device
+        fisher, device = find_statistics(replicas.net).fisher, replicas.packed.numbers.device
         self._anchors = [
             (tensor, tensor.detach()[:1].clone(), fisher[name].to(device))
             for name, tensor in self.list_moving().items()
