@@ -90,6 +90,7 @@ ADAPTERS: dict[str, Callable[..., Adapter]] = {
     "online, encoder, momentum": make(Online, update="encoder", optimizer=MOMENTUM),
     "online, batch norm, shared": make(Online, share="batch"),
     "online, patterns": make(Online, update=["encoder.0.*", "ssl.*"]),
+    "online, loss not measured": make(Online, measure_loss=False),
     "online, guarded": make(Online, guard=Guard(momentum=0.9)),
     "auto, online": make(Auto, reference=1.0, calibration=Calibration(online=0.0)),
     "streams": make(Streams, COUNT),
@@ -110,7 +111,8 @@ IDLE = [name for name in ADAPTERS if name.startswith(("fixed", "lame"))]  # noth
 LEARNING = [name for name in ADAPTERS if name not in IDLE]
 REMEMBERING = [name for name in LEARNING if "online" in name or "streams" in name]
 CERTAIN = [*IDLE, *(name for name in ADAPTERS if name.startswith("tent"))]  # nothing is drawn
-SELF_SUPERVISED = [name for name in ADAPTERS if not name.startswith(("tent", "cotta", "lame"))]
+MEASURING = [name for name in ADAPTERS if "not measured" not in name]
+SELF_SUPERVISED = [name for name in MEASURING if not name.startswith(("tent", "cotta", "lame"))]
 
 
 def network_for(name: str) -> YNet:
@@ -133,7 +135,7 @@ def same(a: Prediction, b: Prediction) -> bool:
 
 def close(a: Prediction, b: Prediction, tolerance: float = 1e-5) -> bool:
     return all(
-        torch.allclose(getattr(a, f.name).float(), getattr(b, f.name).float(), atol=tolerance)
+        torch.allclose(getattr(a, f.name).float(), getattr(b, f.name).float(), atol=tolerance, equal_nan=True)
         for f in fields(Prediction)
     )
 

@@ -106,6 +106,7 @@ def test_the_estimate_is_a_line_with_an_interval() -> None:
     [
         ({"method": "tent"}, "must need a self-supervised branch"),
         ({"share": "batch"}, "no batch to `share`"),
+        ({"measure_loss": False}, "`measure_loss` must be true"),
         ({"reference": 0.0}, "got 0.0: pass `reference`"),
     ],
 )

@@ -31,6 +31,7 @@ from testtime.adaptation.streams import Streams
         ({"lr": 0.0}, "`lr` must be positive, got 0.0"),
         ({"lr": NAN}, "`lr` must be positive, got nan"),
         ({"threshold": 1.5}, r"`threshold` must be in \[0, 1\], got 1.5"),
+        ({"threshold": 0.5, "measure_loss": False}, "`threshold` must be 1 if `measure_loss` is false, got 0.5"),
         ({"guard": 0.0}, "`guard` must be positive"),
         ({"update": "head"}, "`update` must be one of .*, got 'head'"),
         ({"share": "world"}, "`share` must be one of image, batch, got 'world'"),

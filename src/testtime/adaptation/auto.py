@@ -142,6 +142,8 @@ class Auto(Online):
             raise ValueError(f"`method` must need a self-supervised branch, whose loss Auto follows, got {method!r}.")
         if settings.setdefault("share", "image") != "image":
             raise ValueError("Auto decides for every image, so there is no batch to `share`.")
+        if not settings.get("measure_loss", True):
+            raise ValueError("Auto follows the task's loss, so `measure_loss` must be true.")
         super().__init__(net, method=method, **settings)
         known = read_task_loss(net) if reference is None else None
         reference = known.loss if known is not None else reference

@@ -79,7 +79,7 @@ def gate(confidence: Tensor, threshold: float) -> Tensor:
 
 
 def settle(
-    wanted: Tensor, before: Observation, after: Observation, sound: Tensor, alarmed: Tensor, rise: float
+    wanted: Tensor, before: Observation, after: Observation, sound: Tensor, alarmed: Tensor, rise: float | None
 ) -> tuple[Prediction, Tensor]:
     """Decide for S replicas with B images each whether to accept or undo their updates.
 
@@ -89,16 +89,21 @@ def settle(
         after: Observation after learning.
         sound: Whether a replica's values are finite and its stream is as it should be, bool `(S,)`.
         alarmed: Whether a replica's stream has collapsed or gone too far, bool `(S,)`.
-        rise: Maximum increase of the mean loss of a replica's images.
+        rise: Maximum increase of the mean loss of a replica's images; None: the loss was not measured.
 
     Returns:
         The predictions, `(S, B, ...)`, and which replicas to restore, bool `(S,)`.
     """
-    given = wanted, before.logits, before.loss, after.logits, after.loss, sound, rise
+    if rise is None:  # NaN if the answers are, as a loss would be
+        losses, limit = torch.zeros_like(before.loss), 0.0
+        given = wanted, before.logits, losses, after.logits, after.logits.sum(-1) * 0, sound, limit
+    else:
+        given = wanted, before.logits, before.loss, after.logits, after.loss, sound, rise
     settled = kernels.take_over("settle", *given)
     if settled is None:
         settled = _settle(*given)
     logits, loss, adapted, rolled_back, undone = settled
+    loss = after.loss if rise is None else loss
     failed = wanted & alarmed[:, None]
     prediction = Prediction(logits, before.logits, before.loss, loss, before.confidence, adapted, rolled_back, failed)
     return prediction, undone

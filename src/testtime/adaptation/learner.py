@@ -184,6 +184,7 @@ class Learner:
 
     def make_undo(self) -> Callable[[], None]:
         """Return a function that restores the current state. An episode must follow before anything else changes it."""
+        self._scratch = None  # a call of one image needs no other snapshot
         good = self.snapshot()
         self._before = good if self.eager else None
         return lambda: self.restore(good, self.all_rows)

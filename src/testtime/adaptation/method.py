@@ -56,7 +56,8 @@ def episode(learner: Learner, images: Tensor, samples: Tensor, ahead: Lookahead 
         after = ahead.measure_after(images)
         first, last = objective.complete(before.result(), after)
         sound = watch.judge(images, wanted, good.result().pieces[0], last, finite.result())
-        prediction, undone = settle(wanted, first, last, sound, watch.alarmed, watch.guard.rise)
+        rise = watch.guard.rise if objective.measures else None
+        prediction, undone = settle(wanted, first, last, sound, watch.alarmed, rise)
     except BaseException:  # including Ctrl-C: a partial update must not remain
         learner.restore(good.result(), learner.all_rows)
         raise

@@ -44,9 +44,9 @@ class Prediction:
     Attributes:
         logits: Class logits after adaptation, `(N, K)`.
         logits_before: Class logits of the same network before this adaptation, `(N, K)`.
-        loss_before: The objective's loss on the image before adaptation, `(N,)`.
-        loss_after: The objective's loss on the image after adaptation, `(N,)`.
-        confidence: The objective's confidence on the plain image before adaptation, in [0, 1], `(N,)`.
+        loss_before: The objective's loss on the image before adaptation, `(N,)`; NaN if it was not measured.
+        loss_after: The objective's loss on the image after adaptation, `(N,)`, or NaN.
+        confidence: The objective's confidence on the plain image before adaptation, in [0, 1], `(N,)`, or NaN.
         adapted: Whether the logits come from a network adapted to the image, bool `(N,)`.
         rolled_back: Whether the guard undid the update, bool `(N,)`.
         alarmed: Whether it did so since the stream has collapsed or gone too far, see `Guard`, bool `(N,)`.

@@ -49,6 +49,9 @@ class Settings:
         precision: "fp32" is exact; "tf32" and "bf16" are faster on a GPU. Weights and updates are always float32.
             None: "tf32" on CUDA, else "fp32".
         mirrored: Average the logits of the image and its mirror image.
+        measure_loss: Measure the task's loss on the plain image before and after learning. If false, a step is faster;
+            the prediction's losses and confidence are NaN, and the guard limits no rise of the loss. Methods whose loss
+            comes with the answer measure it in any case.
         task: The self-supervised task; None: the network's.
         augment: The augmentation of the copies; None: the one the network was trained with.
         resets: "never", or after how many updates a stream starts again from the original network.
@@ -67,6 +70,7 @@ class Settings:
     guard: float | Guard = 3.0
     precision: Precision | None = None
     mirrored: bool = False
+    measure_loss: bool = True
     task: Task | None = None
     augment: Augment | None = None
     resets: int | Literal["never"] = "never"
@@ -81,6 +85,8 @@ class Settings:
             raise ValueError(f"`lr` must be positive, got {self.lr}.")
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"`threshold` must be in [0, 1], got {self.threshold}.")
+        if self.threshold < 1 and not self.measure_loss:
+            raise ValueError(f"`threshold` must be 1 if `measure_loss` is false, got {self.threshold}.")
         if not isinstance(self.guard, Guard) and not self.guard > 0:
             raise ValueError(f"`guard` must be positive (infinity allows any finite rise), got {self.guard}.")
         if self.resets != "never" and not is_integer(self.resets, 1):
@@ -109,6 +115,8 @@ class Settings:
             del plain["statistics"]
         if self.resets == "never":
             del plain["resets"]
+        if self.measure_loss:
+            del plain["measure_loss"]
         if not self.constants:
             del plain["constants"]
         return plain

@@ -28,6 +28,7 @@ class Objective(abc.ABC):
     Attributes:
         joins: Whether `measure` observes several images of a replica as if each were alone.
         augments: Whether a step takes augmented copies of an image, rather than the image itself.
+        measures: Whether the observations have a loss, rather than NaN.
 
     Args:
         replicas: The replicas.
@@ -37,6 +38,7 @@ class Objective(abc.ABC):
 
     joins = False
     augments = False
+    measures = True
 
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:
         self.replicas, self.settings, self.later = replicas, settings, later

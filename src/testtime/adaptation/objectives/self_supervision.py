@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from testtime.adaptation.objectives.base import Objective, Observation
@@ -29,14 +30,22 @@ class SelfSupervision(Objective):
         return self.complete(self._measure(images, may_defer=False))[0]
 
     def measure(self, images: Tensor) -> Observation | Unclassified:
-        if type(self).observe is not SelfSupervision.observe:
+        if not self._is_own:
             return self.observe(images)
         return self._measure(images, self._may_defer)
 
     @property
     def joins(self) -> bool:
-        own = type(self).observe is SelfSupervision.observe
-        return own and self._may_defer and self.replicas.is_separable("encoder", "ssl")
+        return self._is_own and self._may_defer and self.replicas.is_separable("encoder", "ssl")
+
+    @property
+    def measures(self) -> bool:
+        return self.settings.measure_loss or not self._is_own
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether images are observed as here, not in a derived class."""
+        return type(self).observe is SelfSupervision.observe
 
     @property
     def _may_defer(self) -> bool:
@@ -47,6 +56,12 @@ class SelfSupervision(Objective):
     def _measure(self, images: Tensor, may_defer: bool) -> Observation | Unclassified:
         task, (count, number) = self.settings.task, images.shape[:2]
         assert task is not None
+        if not self.settings.measure_loss:
+            features = self.replicas.encode(images)
+            unknown = features.new_full((count, number), torch.nan, dtype=torch.float32)
+            if may_defer:
+                return Unclassified(features, unknown, unknown)
+            return Observation(self.classify(images, features), unknown, unknown)
         views, targets = task.probe(images.flatten(0, 1))
         views = views.unflatten(0, (count, -1))  # (S, B·V, C, h, w)
         features = self.replicas.encode(views)
