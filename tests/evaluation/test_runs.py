@@ -692,6 +692,11 @@ def test_a_corrupted_set_comes_with_the_original() -> None:
     assert names(make_plan(checkpoint="x", data=["cifar10.1", "vid-robust"]))[-1] == "vid-robust"
 
 
+def test_a_pattern_without_any_of_the_levels_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"No set of 'cifar10-c/\*/1' has these levels and corruptions"):
+        make_plan("best", checkpoint="x", data=["cifar10", "cifar10-c/*/1"])  # the study has level 5
+
+
 def test_two_folders_of_one_name_are_refused(tmp_path: Path) -> None:
     for parent in ("a", "b"):
         (tmp_path / parent / "test").mkdir(parents=True)

@@ -7,7 +7,7 @@ strings and numbers, so that it can be sent to other processes; networks and set
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -357,16 +357,19 @@ def find_sets(
         listed = datasets.expand(pattern)
         # Sets have more corruptions than they list, or say why not when they are opened.
         more = [f"{family}/{name}/{level}" for name in named or () if name != "original" for level in SEVERITIES]
-        for name in dict.fromkeys((*listed, *more) if whole else listed):
-            unit = Unit.of("any", name, 0)
-            if unit.level is not None and wanted is not None and unit.level not in wanted:
-                continue
-            if unit.corruption is not None and named is not None and unit.corruption not in named:
-                continue
-            found[name] = SetSpec(name)
-    if not found:
-        raise ValueError("No test set matches these levels and corruptions.")
+        units = [Unit.of("any", name, 0) for name in dict.fromkeys((*listed, *more) if whole else listed)]
+        matching = [unit.set_name for unit in units if _matches(unit, wanted, named)]
+        if not (matching or (whole and original)):
+            raise ValueError(f"No set of {pattern!r} has these levels and corruptions.")
+        found |= {name: SetSpec(name) for name in matching}
     return tuple(found.values())
+
+
+def _matches(unit: Unit, levels: Container[int] | None, corruptions: Container[str] | None) -> bool:
+    """Whether a set is uncorrupted, or has one of the levels and one of the corruptions; None for any."""
+    if unit.level is not None and levels is not None and unit.level not in levels:
+        return False
+    return unit.corruption is None or corruptions is None or unit.corruption in corruptions
 
 
 def _is_folder(pattern: str) -> bool:
