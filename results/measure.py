@@ -20,17 +20,24 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from testtime.evaluation import open_run
 from testtime.provenance import describe_machine
+from testtime.report.comparison import compare_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, RUNS = ROOT / "results", ROOT / "runs"
 JOINT, ROBUST = "cifar10-resnet26-gn-joint", "cifar10-resnet26-gn-robust"
-PHOTOGRAPHS = "--data photographs --network resnet18 --size 128 --crop-area 0.25 --epochs 240 --batch 128 --lr 0.05"
+ROBUST_X2 = "cifar10-resnet26x2-gn-robust"
+PHOTOGRAPHS = (
+    "--data photographs --network resnet18 --size 128 --crop-area 0.25 --batch 128 --lr 0.05 --weight-decay 0.0005 "
+    "--precision tf32"
+)
 GRADUAL = ",".join(f"cifar10-gradual/{name}_noise" for name in ("gaussian", "impulse", "shot"))
 UDA_SETS = f"cifar10,{GRADUAL},cifar10-c/*/5"
 
@@ -66,9 +73,9 @@ TRAININGS = {
             ("plain", "--method plain --epochs 100"),
         )
     },
-    "photographs-joint": f"{PHOTOGRAPHS} --weight-decay 0.0005 --precision tf32",
-    "photographs-plain": f"{PHOTOGRAPHS} --weight-decay 0.0005 --method plain --precision tf32",
-    "photographs-robust": f"{PHOTOGRAPHS} --weight-decay 0.0005 --recipe robust --precision tf32",
+    "photographs-joint": f"{PHOTOGRAPHS} --epochs 240",
+    "photographs-plain": f"{PHOTOGRAPHS} --epochs 240 --method plain",
+    "photographs-robust": f"{PHOTOGRAPHS} --epochs 120 --recipe robust",
 }
 """Name → arguments of `testtime train`. Settings of the ViTs are chosen with themselves, on images they never saw."""
 
@@ -107,6 +114,7 @@ FITS = {
 BATCHED = "fixed,norm,tent,shot,eta,eata,rdumb,sar,cotta,lame,t3a,roid,rotta,actmad"
 METHODS = "--data cifar10-c --levels 5 --limit 2000 --shuffle --precision tf32"
 COMPARED = f"{BATCHED},dua,online,mirrored,rehearsal"
+SINGLE = "fixed,norm,tent,eata,rotta,online,mirrored,rehearsal"
 RECURRING = "fixed,tent,eata,cotta,roid,online,rehearsal"
 SOME = "--limit 2000 --shuffle"
 PROTOCOLS = {
@@ -122,8 +130,10 @@ PROTOCOLS = {
         f"--concentration {concentration}"
         for concentration in ("1", "0.1", "0.01")
     },
-    **{f"batch-{batch}": f"--methods {COMPARED} --batch {batch} {SOME}" for batch in (1, 16, 64)},
-    "gradual": f"--methods {COMPARED} --batch 200 {SOME} --protocol gradual",
+    "clean": f"--methods {COMPARED} --batch 200 {SOME} --protocol clean",
+    "batch-1": f"--methods {SINGLE} --batch 1 {SOME}",
+    **{f"batch-{batch}": f"--methods {COMPARED} --batch {batch} {SOME}" for batch in (16, 64)},
+    "gradual": f"--methods {COMPARED} --batch 200 --limit 500 --shuffle --protocol gradual",
     "seeds": f"--methods {COMPARED} --batch 200 --limit 1000 --shuffle --seed 0 --seed 1 --seed 2",
     "memo": f"--methods memo {SOME}",
 }
@@ -164,7 +174,6 @@ EVALUATIONS = {
     "baseline": "--baseline cifar10-resnet26-gn-plain --data cifar10-c --methods plain --shuffle",
     "alp": "--network alp=cifar10-resnet26-gn-alp --data cifar10-c --methods alp --shuffle",
     "uda": "--network 'uda=runs/uda/{set}/network.safetensors' --matrix baselines --methods uda",
-    "best": f"-c {JOINT} --matrix best --methods mirrored,fixed-mirrored --precision bf16",
     "best-levels": f"-c {JOINT} --matrix best --methods mirrored,fixed-mirrored --levels 1-4 --no-original "
     "--precision bf16",
     "batch-norm": "-c cifar10-resnet26-bn-joint --baseline cifar10-resnet26-bn-plain --matrix bn --precision bf16 "
@@ -181,11 +190,25 @@ EVALUATIONS = {
     **{name: f"-c runs/{name}/network.safetensors {LEVEL_5}" for name in FITS if name.startswith("branch-")},
     **{
         f"past-{name}{suffix}": f"-c {network} --matrix best --precision bf16{options}"
-        for name, network in (("joint", JOINT), ("robust", ROBUST))
+        for name, network in (("joint", JOINT), ("robust", ROBUST), ("robust-x2", ROBUST_X2))
         for suffix, options in (("", ""), ("-mild", " --levels 1 --no-original --methods best,fixed-mirrored"))
     },
-    "robust-x2-level-5": f"-c cifar10-resnet26x2-gn-robust {LEVEL_5}",
-    "robust-x2-best": "-c cifar10-resnet26x2-gn-robust --matrix best --precision bf16",
+    **{
+        f"harm-{name}": f"-c {JOINT} --matrix best --methods best,mirrored,fixed-mirrored --precision bf16 --batch 1 "
+        f"{options}"
+        for name, options in (
+            ("clean", "--protocol clean --limit 2000"),
+            ("mixed", "--protocol mixed --limit 2000"),
+            ("correlated", "--protocol correlated --limit 2000"),
+            (
+                "long",
+                "--protocol continual --original --levels 1,2 --corruptions brightness,contrast,defocus_blur,fog,"
+                "elastic_transform,frost,motion_blur,pixelate,snow,zoom_blur",
+            ),
+        )
+    },
+    "past-branch": "-c runs/branch-gn-20-0/network.safetensors --matrix best --precision bf16",
+    "robust-x2-level-5": f"-c {ROBUST_X2} {LEVEL_5}",
     **{
         f"methods-{norm}-{name}": f"-c cifar10-resnet26-{norm}-joint {METHODS} {options}"
         for norm in ("bn", "gn")
@@ -204,6 +227,11 @@ EVALUATIONS = {
     },
     "comparison-gn-recurring": f"-c {JOINT} --data cifar10-c --levels 5 --precision tf32 --methods {RECURRING} "
     f"--batch 200 {SOME} --protocol recurring",
+    **{
+        f"photographs-{name}-level-5": f"-c runs/photographs-{name}/network.safetensors --data imagenet-c --levels 5 "
+        "--data-root photographs --methods fixed,online --copies 64 --precision bf16 --shuffle"
+        for name in ("joint", "robust")
+    },
     **{
         f"vit-{name}-{suffix}": f"-c runs/vit-{name}/recommended.safetensors --data cifar10-c --levels 5 "
         f"--methods {chosen} --precision bf16 {SOME}"
@@ -255,19 +283,24 @@ def command(name: str) -> str:
 def take(name: str) -> None:
     """Run a step and copy its result."""
     testtime(*shlex.split(command(name)))
+    results = RESULTS / ("imagenette" if "photographs-" in name else "cifar10")
     if name.startswith(("train-", "fit-")):
         folder = RUNS / name.partition("-")[2]
         for record in sorted(folder.rglob("record.json")):
             place = "-".join(record.parent.relative_to(RUNS).parts)
-            copy(record, RESULTS / "cifar10" / f"training-{place}.json")
+            copy(record, results / f"training-{place.removeprefix('photographs-')}.json")
     elif name.startswith("tune-"):
         machine = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         about = {"command": f"testtime {command(name)}", "machine": machine}
-        copy(RUNS / name / "choice.json", RESULTS / "cifar10" / f"{name}.json", about)
+        copy(RUNS / name / "choice.json", results / f"{name}.json", about)
+    elif name.startswith("comparison-"):
+        target = RESULTS / "comparison" / f"{name.removeprefix('comparison-')}.json"
+        target.parent.mkdir(exist_ok=True)
+        store(condense(RUNS / f"eval-{name}"), target)
     else:
         folder = RUNS / f"eval-{name}"
         testtime("report", str(folder), "--format", "json", "--out", str(folder / "report"))
-        copy(folder / "report" / "summary.json", RESULTS / "cifar10" / f"{name}.json")
+        copy(folder / "report" / "summary.json", results / f"{name.removeprefix('photographs-')}.json")
 
 
 def testtime(*arguments: str) -> None:
@@ -278,9 +311,26 @@ def testtime(*arguments: str) -> None:
         raise SystemExit(done.returncode)
 
 
+def condense(folder: Path) -> dict[str, Any]:
+    """Return the scores of a run by method, without the single answers, which would be megabytes."""
+    run = open_run(folder)
+    (results,) = compare_runs([run]).protocols
+    rows = []
+    for method, score in results.scores.items():
+        row = {"method": method, **asdict(score), "errors": list(score.errors.values())}
+        rows.append({key: value for key, value in row.items() if key not in ("rank", "devices")})
+    about = {key: run.about[key] for key in ("command", "seeds", "versions", "hardware")}
+    return {**about, "networks": run.configuration["networks"], "protocol": results.title, "rows": rows}
+
+
 def copy(source: Path, target: Path, about: dict[str, Any] | None = None) -> None:
-    """Copy a JSON file, after parsing it, with more entries; without white space, which would be half of it."""
-    target.write_text(json.dumps((about or {}) | json.loads(source.read_text()), separators=(",", ":")) + "\n")
+    """Copy a JSON file, after parsing it, with more entries."""
+    store((about or {}) | json.loads(source.read_text()), target)
+
+
+def store(document: dict[str, Any], target: Path) -> None:
+    """Write a JSON file, without white space, which would be half of it."""
+    target.write_text(json.dumps(document, separators=(",", ":")) + "\n")
     print(target.relative_to(ROOT), flush=True)
 
 

@@ -1,26 +1,34 @@
-"""The commands of results/measure.py are commands of this version."""
+"""The commands of results/measure.py are commands of this version, and how it condenses comparisons."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import shlex
 from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
 
 from testtime.cli.commands import app
+from testtime.evaluation import make_plan, run_plan
 from testtime.evaluation.method_specs import find_spec
 
 SCRIPT = Path(__file__).parents[2] / "results/measure.py"
 
 
-def test_every_step_can_be_run() -> None:
+def load_script() -> Any:
     specification = importlib.util.spec_from_file_location("measure", SCRIPT)
     assert specification is not None
     assert specification.loader is not None
-    measure: Any = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(measure)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_every_step_can_be_run() -> None:
+    measure = load_script()
     commands: Any = typer.main.get_command(app)
     for name in measure.list_steps():
         command, *arguments = shlex.split(measure.command(name))
@@ -28,3 +36,18 @@ def test_every_step_can_be_run() -> None:
         for method in (given.get("methods") or "").split(","):
             known = {"", "plain", "alp", "uda", "fast", "below-20%", "fixed-mirrored"}  # of networks and studies
             assert method in known or find_spec(method) is not None, f"{name}: {method}"
+
+
+def test_a_comparison_is_condensed_to_its_scores(tmp_path: Path) -> None:
+    measure = load_script()
+    given: dict[str, Any] = {"data": ["digits-c"], "levels": "5", "corruptions": "contrast,fog", "limit": 24}
+    plan = make_plan(checkpoint="digits-resnet8-gn-joint", methods="fixed,tent", protocol="continual", **given)
+    run = run_plan(plan, tmp_path / "run")
+    found = json.loads(json.dumps(measure.condense(tmp_path / "run")))
+    assert found["protocol"].startswith("continual")
+    assert [row["method"] for row in found["rows"]] == ["fixed", "tent"]
+    for row, unit in zip(found["rows"], run.units, strict=True):
+        counts = unit.about["counts"]
+        assert row["error"] == pytest.approx(100 * (1 - counts["is_right"] / counts["labelled"]))
+        assert row["interval"][0] <= row["error"] <= row["interval"][1]
+        assert row["errors"] == [pytest.approx(row["error"])]
