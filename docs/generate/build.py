@@ -18,10 +18,10 @@ from . import errors, figures, imagenet, methods, moving, service, speed, stream
 from .documents import fill, table
 from .result_files import (
     CIFAR,
+    EARLIER,
     PICTURES,
     ROOT,
     SEEDS,
-    TF32,
     by_level,
     find_methods,
     find_past,
@@ -114,7 +114,7 @@ def make_imagenet() -> Parts:
 def make_summary() -> Parts:
     """The parts of the summary of results."""
     results, part = read_main(), read_results("standard-levels-1-4")
-    names = ("levels", "standard-level-5", "standard-levels-1-4", "baseline", "uda", "alp", "best", "past-joint")
+    names = ("levels", "standard-level-5", "standard-levels-1-4", "baseline", "uda", "alp", "past-joint")
     return {
         "means": errors.format_means(results, part),
         "level 5": errors.format_table(results, by_level(results)[5]),
@@ -151,7 +151,7 @@ def make_streams() -> Parts:
 def _name_networks() -> dict[str, Run]:
     """The runs in several orders by how their network was trained."""
     (own,), others = (read_runs(file) for file in in_cifar("mild-orders", "mild-networks"))
-    named = {"seed 0, bf16": own}
+    named = {"the bundled network": own}
     for run in others:  # called mild-seed-3, mild-tf32-0
         kind, seed = run.path.name.split("-")[1:]
         named[f"seed {seed}, {'bf16' if kind == 'seed' else kind}"] = run
@@ -164,11 +164,11 @@ def make_variants() -> Parts:
     timed = read_runs(costs)
     batch = read_results("batch-norm")
     cheaper = read_results("fast", "threshold", main=("fixed", "episodic"))
-    choice = find_methods(read_runs(CIFAR / "best.json"))[variants.MIRRORED]
-    names = ("best", "best-levels", "tuning", "fast", "threshold", "steps", "batch-norm")
+    choice = find_methods(read_runs(CIFAR / "past-joint.json"))[variants.MIRRORED]
+    names = ("past-joint", "best-levels", "tuning", "fast", "threshold", "steps", "batch-norm")
     precisions = ("fp32", "tf32", "bf16")
     return {
-        "mirrored": variants.format_mirrored(read_results("best", "best-levels", main=("fixed", "online"))),
+        "mirrored": variants.format_mirrored(read_results("past-joint", "best-levels", main=("fixed", "online"))),
         "candidates": variants.format_candidates(read_results("tuning"), timed, choice),
         "cheaper": variants.format_cheaper(cheaper, timed, ("fast", "below-20%")),
         "steps and copies": variants.format_grid(read_results("steps", main=("fixed",)), timed),
@@ -181,16 +181,17 @@ def make_variants() -> Parts:
 
 def make_networks() -> Parts:
     """The parts of the page on networks."""
-    seeds, tf32 = read_results(*SEEDS, main=("fixed", "online")), read_results(*TF32)
-    joint, robust, wide = (read_results(name) for name in ("joint-0", "robust-0", "robust-x2-level-5"))
+    seeds, earlier = read_results(*SEEDS, main=("fixed", "online")), read_results(*EARLIER)
+    robust, wide = (read_results(name) for name in ("robust-0", "robust-x2-level-5"))
     return {
         "trainings": trainings.format_trainings(),
         "seeds": errors.format_table(seeds, by_level(seeds)[5]),
-        "tf32": errors.format_table(tf32, by_level(tf32)[5]),
-        "joint": errors.format_table(joint, by_level(joint)[5]),
+        "seeds of 0.1": errors.format_table(earlier, by_level(earlier)[5]),
         "robust": errors.format_table(robust, by_level(robust)[5]),
         "robust, width 2": errors.format_table(wide, by_level(wide)[5]),
-        "sources": format_sources(*in_cifar(*SEEDS, *TF32, "joint-0", "robust-0", "robust-x2-level-5", "uda")),
+        "sources": format_sources(
+            *in_cifar("levels", *SEEDS, *EARLIER, "tf32-0", "tf32-1", "robust-0", "robust-x2-level-5", "uda")
+        ),
     }
 
 
@@ -199,7 +200,7 @@ def make_branches() -> Parts:
     files = {
         ("Group Normalization", "branch alone, 20 epochs"): [f"branch-gn-20-{seed}" for seed in (0, 1, 2)],
         ("Group Normalization", "branch and encoder, 6 epochs"): [f"branch-gn-joint-{seed}" for seed in (0, 1, 2)],
-        ("Group Normalization", "jointly from scratch †"): ["levels"],
+        ("Group Normalization", "jointly from scratch †"): ["seed-0"],
         ("Batch Normalization", "branch alone, 20 epochs"): [f"branch-bn-20-{seed}" for seed in (0, 1, 2)],
         ("Batch Normalization", "branch and encoder, 6 epochs"): [f"branch-bn-joint-{seed}" for seed in (0, 1, 2)],
     }
@@ -296,8 +297,8 @@ def _format_accuracy(results: Results) -> str:
 def join_gradients(study: str) -> Mapping[str, Joined]:
     """A study of gradients joined with the improvement of `episodic` and of `online`."""
     file = ROOT / CIFAR / f"{study}.json"
-    standard = [ROOT / each for each in in_cifar("standard-level-5", "standard-levels-1-4")]
-    return {"episodic": join(file, standard), "online": join(file, [ROOT / CIFAR / "levels.json"])}
+    standard = [ROOT / each for each in in_cifar("seed-0-standard-level-5", "seed-0-standard-levels-1-4")]
+    return {"episodic": join(file, standard), "online": join(file, [ROOT / CIFAR / "seed-0.json"])}
 
 
 def make_figures() -> dict[Path, str]:

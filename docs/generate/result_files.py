@@ -21,13 +21,14 @@ from .documents import link, table
 
 ROOT = Path(__file__).resolve().parents[2]
 CIFAR, PICTURES = Path("results/cifar10"), Path("results/imagenette")
-SEEDS, TF32 = tuple(f"seed-{seed}" for seed in range(1, 6)), ("tf32-0", "tf32-1")
+SEEDS, EARLIER = ("joint-1", "joint-2"), tuple(f"seed-{seed}" for seed in range(6))
+"""The networks of the paper's recipe with further seeds, and those of version 0.1, trained in bfloat16."""
 CONTROL = "fixed-mirrored"
 """The control of `mirrored` and `best`, which learns nothing; not one of the methods of the main tables."""
 PAST = {
     "joint": ("past-joint", "levels"),
     "robust": ("past-robust", "robust-0"),
-    "robust, width 2": ("robust-x2-best", "robust-x2-level-5"),
+    "robust, width 2": ("past-robust-x2", "robust-x2-level-5"),
 }
 """Networks, the file of the study `best` with each (level 1: ending in -mild), and one with `fixed` and `online`."""
 
@@ -61,12 +62,8 @@ def read_results(*names: str, folder: Path = CIFAR, main: tuple[str, ...] = ()) 
 @functools.cache
 def read_main() -> Results:
     """The tables on all images: `fixed` and `online` at every level, and further methods."""
-    files = in_cifar("levels", "standard-level-5", "baseline", "uda", "alp", "best")
-    runs = [without(CONTROL, run) for file in files for run in read_runs(file)]
-    (past,) = read_runs(CIFAR / "past-joint.json")
-    for name in (CONTROL, "without-memory", "mirrored"):  # `mirrored` is that of "best", measured at every level
-        past = without(name, past)
-    return collect([*(run for run in runs if run.units), past])
+    files = in_cifar("levels", "standard-level-5", "baseline", "uda", "alp", "past-joint")
+    return collect([without((CONTROL, "without-memory"), run) for file in files for run in read_runs(file)])
 
 
 def find_past(folder: Path = CIFAR) -> dict[str, tuple[Path, ...]]:
@@ -90,10 +87,10 @@ def read_past(folder: Path = CIFAR) -> dict[str, tuple[Results, Results]]:
     return {name: (collect([run for one in own for run in one]), collect(main)) for name, (*own, main) in read.items()}
 
 
-def without(method: str, run: Run) -> Run:
-    """A run without one of its methods."""
-    methods = {name: held for name, held in run.configuration["methods"].items() if name != method}
-    units = [unit for unit in run.units if unit.method != method]
+def without(left: Sequence[str], run: Run) -> Run:
+    """A run without some of its methods."""
+    methods = {name: held for name, held in run.configuration["methods"].items() if name not in left}
+    units = [unit for unit in run.units if unit.method not in left]
     return replace(run, units=units, configuration={**run.configuration, "methods": methods})
 
 

@@ -10,17 +10,17 @@ from testtime.networks import YNet, bundled, load
 from testtime.training.pool import hash_tensors
 
 from .documents import link, table
-from .result_files import CIFAR, PICTURES, SEEDS, format_hardware, read_file
+from .result_files import CIFAR, EARLIER, PICTURES, format_hardware, read_file
 
-ALONE = "gn-joint"
+ALONE = "seed-0"
 """The one training that had its GPU to itself."""
-TOGETHER = tuple(f"{method}-{seed}" for method in ("joint", "robust") for seed in range(3))
+TOGETHER = *(f"joint-seed-{seed}" for seed in range(3)), *(f"robust-{seed}" for seed in range(3))
 FILES: Mapping[str, Path] = {
     **{
         name: CIFAR / f"training-{name}.json"
         for name in (
-            *(ALONE, "gn-plain", "gn-alp", "bn-joint", "bn-plain", *SEEDS, "tf32-0", "tf32-1", *TOGETHER),
-            *("robust-x2", "uda", "vit-masked", "vit-rotation"),
+            *(*TOGETHER, "robust-x2", "plain", "alp", "bn-joint", "bn-plain", *EARLIER, "tf32-0", "tf32-1"),
+            *("gn-plain", "uda", "vit-masked", "vit-rotation"),
         )
     },
     **{f"imagenette-{name}": PICTURES / f"training-{name}.json" for name in ("joint", "plain")},
