@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -255,7 +257,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seconds = round(time.perf_counter() - begin, 1)
     print(f"{seconds} s")
     if given.out is not None:
-        about = {"checkpoint": given.checkpoint, "images": given.images, "batch": given.batch, "settings": settings}
+        words = sys.argv[1:] if arguments is None else arguments
+        about: dict[str, Any] = {"command": shlex.join(["python", "benchmarks/poison.py", *words])}
+        about |= {"checkpoint": given.checkpoint, "images": given.images, "batch": given.batch, "settings": settings}
         about |= {"guard": tt.Guard().describe(), "window": WINDOW, "epsilon": EPSILON, "seconds": seconds}
         about |= describe_machine(torch.device(given.device))
         given.out.write_text(json.dumps(about | {"results": results}, indent=1) + "\n", encoding="utf-8")
