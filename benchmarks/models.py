@@ -22,13 +22,15 @@ do the same otherwise:
              on a CPU, models without grouped convolutions or C++ kernels learn from two halves of the copies in two
              threads, an image after its step and the next one before it are observed at once, and so are the classes
              before and after the step if the classifier stays as it is
+    bare     Online with `measure_loss=False`: classifies the image before and after the step, once each
 
-Both take turns, eight images each, on two threads; the speed is the median over the rounds of the naive time divided by
-ours. Both compute in their default precision: on a GPU, TF32 in all layers for us, in convolutions alone for torch.
+All take turns, eight images each, on two threads; the speed is the median over the rounds of the naive time divided by
+ours. They compute in their default precision: on a GPU, TF32 in all layers for us, in convolutions alone for torch.
 
 Peak memory is measured in a process for each, as the growth of the resident set, or of what torch takes from the GPU,
-from when the network is there; `copies` is how many more copies of the network's parameters `Online` takes than the
-naive loop. Models that cannot be imported, or fail, are named as skipped.
+from when the network is there, in calls of one image; `copies` is how many more copies of the network's parameters
+`Online` takes than the naive loop, `copies_of_several` the same in calls of two images, which are undone as a whole if
+they fail. Models that cannot be imported, or fail, are named as skipped.
 """
 
 from __future__ import annotations
@@ -181,17 +183,23 @@ def make_online(net: tt.YNet) -> Callable[[Tensor], Any]:
     return adapt(tt.Online, net)
 
 
+def make_bare(net: tt.YNet) -> Callable[[Tensor], Any]:
+    return adapt(tt.Online, net, measure_loss=False)
+
+
 def make_streams(net: tt.YNet) -> Callable[[Tensor], Any]:
     return adapt(tt.Streams, net, STREAMS)
 
 
-def adapt(kind: Callable[..., tt.Adapter], *arguments: Any) -> Callable[[Tensor], Any]:
+def adapt(kind: Callable[..., tt.Adapter], *arguments: Any, **options: Any) -> Callable[[Tensor], Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the branch is not trained
-        return kind(*arguments, copies=COPIES, lr=LR, task=Rotation(), augment=CropFlip()).predict
+        return kind(*arguments, copies=COPIES, lr=LR, task=Rotation(), augment=CropFlip(), **options).predict
 
 
-CONTESTANTS = {"naive": make_naive, "online": make_online}
+CONTESTANTS = {"naive": make_naive, "online": make_online, "bare": make_bare}
+MEMORY = {"naive": ("naive", 1), "online": ("online", 1), "several": ("online", 2)}
+"""What memory is measured of: contestant, and images in a call."""
 
 
 def compare(name: str, options: argparse.Namespace) -> Row:
@@ -213,6 +221,7 @@ def compare(name: str, options: argparse.Namespace) -> Row:
     row["parameters"] = sum(parameter.numel() for parameter in net.parameters())
     row |= {f"{kind}_ms": round(1000 * statistics.median(times[kind]), 1) for kind in work}
     row |= summarise_speed(times["naive"], times["online"])
+    row |= {f"bare_{key}": value for key, value in summarise_speed(times["naive"], times["bare"]).items()}
     row["undone"] = float(work["online"][0](pool[: options.images]).rolled_back.float().mean())
     if "streams" in times:
         row |= {f"streams_{key}": value for key, value in summarise_speed(times["naive"], times["streams"]).items()}
@@ -228,15 +237,16 @@ def summarise_speed(naive_times: list[float], times: list[float]) -> Row:
 def measure_memory(name: str, kind: str, device: str) -> int | None:
     """Return by how many bytes this process grows at most, on its device; None if the system does not say."""
     small = resnet26(depth=8, size=16).to(device).eval()
-    CONTESTANTS[kind](small)(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))  # loads code, which does not count
+    make, images = MEMORY[kind]
+    CONTESTANTS[make](small)(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))  # loads code, which does not count
     net, pool = make_network(name, device)
     known = reset_peak()
     before = torch.cuda.memory_reserved() if device == "cuda" else read_status("VmRSS")
     if before is None or not (known or device == "cuda"):
         return None
-    work = CONTESTANTS[kind](net)
-    work(pool[:1])
-    work(pool[:2])
+    work = CONTESTANTS[make](net)
+    for given in (pool[:1], pool[:images], pool[:images]):
+        work(given)
     peak = torch.cuda.max_memory_reserved() if device == "cuda" else read_status("VmHWM")
     return None if peak is None else max(0, peak - before)
 
@@ -268,21 +278,23 @@ def reset_peak() -> bool:
 def compare_memory(name: str, parameters: int, device: str) -> Row:
     """Measure the peak memory of both, in a process each."""
     peaks = {}
-    for kind in CONTESTANTS:
+    for kind in MEMORY:
         command = [sys.executable, __file__, "--device", device, "--memory", name, kind]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         peaks[kind] = json.loads(done.stdout.splitlines()[-1])
     if None in peaks.values():
         return {}
     row: Row = {f"{kind}_mib": round(peak / 2**20) for kind, peak in peaks.items()}
-    return row | {"copies": round((peaks["online"] - peaks["naive"]) / (4 * parameters), 2)}
+    row["copies"] = round((peaks["online"] - peaks["naive"]) / (4 * parameters), 2)
+    return row | {"copies_of_several": round((peaks["several"] - peaks["naive"]) / (4 * parameters), 2)}
 
 
 def format_row(row: Row) -> str:
     memory = f"{row['naive_mib']:6d} → {row['online_mib']:5d} MiB {row['copies']:+6.2f}" if "copies" in row else ""
     times = f"{row['naive_ms']:7.1f} → {row['online_ms']:7.1f} ms"
     streams = f" {STREAMS} streams {row['streams_speed']:6.2f} ×" if "streams_speed" in row else ""
-    return f"{row['model']:38s} {row['parameters'] / 1e6:6.1f} M  {times}  {row['speed']:5.2f} ×{streams} {memory}"
+    speeds = f"{row['speed']:5.2f} ×, bare {row['bare_speed']:5.2f} ×"
+    return f"{row['model']:38s} {row['parameters'] / 1e6:6.1f} M  {times}  {speeds}{streams} {memory}"
 
 
 def hash_code() -> str:
@@ -314,6 +326,8 @@ def summarise(rows: list[Row]) -> Row:
     """Return the figures over all models."""
     speeds = [row["speed"] for row in rows]
     made: Row = {"geometric_mean": round(statistics.geometric_mean(speeds), 3), "slowest": min(speeds)}
+    bare = [row["bare_speed"] for row in rows]
+    made |= {"bare_geometric_mean": round(statistics.geometric_mean(bare), 3), "bare_slowest": min(bare)}
     copies = [row["copies"] for row in rows if "copies" in row]
     return made | ({"most_copies": max(copies)} if copies else {})
 
@@ -334,7 +348,7 @@ def run(options: argparse.Namespace) -> None:
         document |= summarise(document["rows"]) if document["rows"] else {}
     finished = {row["model"] for row in document["rows"]}
     print(f"{document['hardware']}; " + ", ".join(f"{name} {text}" for name, text in document["versions"].items()))
-    print(f"{COPIES} copies; parameters, time per image of the naive loop → Online, speed, peak memory, copies")
+    print(f"{COPIES} copies; parameters, time per image of the naive loop → Online, speeds, peak memory, copies")
     for name in options.only or (OWN if options.quick else OTHERS):
         if name in finished:
             continue
@@ -351,7 +365,9 @@ def run(options: argparse.Namespace) -> None:
         if options.out:  # after every model: what was measured outlives whatever comes then
             options.out.write_text(json.dumps(document, indent=1) + "\n")
     if document["rows"]:
-        print(f"geometric mean {document['geometric_mean']:.2f}, slowest {document['slowest']:.2f}")
+        for name, title in (("", "Online"), ("bare_", "bare")):
+            mean, slowest = document[f"{name}geometric_mean"], document[f"{name}slowest"]
+            print(f"{title}: geometric mean {mean:.2f}, slowest {slowest:.2f}")
 
 
 def run_large(options: argparse.Namespace) -> None:

@@ -48,13 +48,15 @@ def test_both_learn_from_as_many_copies_and_answer_once(models: ModuleType, monk
 
     watched = tt.YNet(Watched(net.encoder), net.classifier, net.ssl, net.card).eval()
     answers = {kind: make(watched) for kind, make in models.CONTESTANTS.items()}
-    learned = {}
+    learned, observed = {}, {}
     for kind, answer in answers.items():
         answer(pool[:1])
         sizes.clear()
         answer(pool[:2])
         learned[kind] = [size for learns, size in sizes if learns]
-    assert learned == {"naive": [2, 2], "online": [2, 2]}
+        observed[kind] = sum(size for learns, size in sizes if not learns)
+    assert learned == {"naive": [2, 2], "online": [2, 2], "bare": [2, 2]}
+    assert observed == {"naive": 2, "online": 16, "bare": 4}
 
 
 def test_the_table_and_the_file(
@@ -64,7 +66,7 @@ def test_the_table_and_the_file(
         raise ImportError("No module named 'nowhere'")
 
     def compare_memory(name: str, parameters: int, device: str) -> dict[str, Any]:
-        return {"naive_mib": 3, "online_mib": 4, "copies": 0.5}
+        return {"naive_mib": 3, "online_mib": 4, "several_mib": 5, "copies": 0.5, "copies_of_several": 1.0}
 
     out = tmp_path / "models.json"
     names = ["testtime resnet26", TINY]
@@ -79,6 +81,7 @@ def test_the_table_and_the_file(
     assert list(document["skipped"]) == ["nowhere model"]
     assert document["geometric_mean"] == pytest.approx(math.sqrt(speeds[0] * speeds[1]), abs=1e-3)
     assert document["slowest"] == min(speeds)
+    assert document["bare_slowest"] == min(row["bare_speed"] for row in document["rows"])
     assert document["most_copies"] == 0.5
     assert {"command", "hardware", "versions", "load_average_before"} <= document.keys()
     assert all(row["rounds"] >= 5 and row["range"][0] <= row["speed"] <= row["range"][1] for row in document["rows"])
@@ -103,7 +106,7 @@ def test_a_resumed_run_measures_only_what_is_missing(
 
     def compare(name: str, options: Any) -> dict[str, Any]:
         measured.append(name)
-        return {"model": name, "speed": 1.0, "parameters": 1, "naive_ms": 1.0, "online_ms": 1.0}
+        return {"model": name, "speed": 1.0, "bare_speed": 1.0, "parameters": 1, "naive_ms": 1.0, "online_ms": 1.0}
 
     monkeypatch.setattr(models, "compare", compare)
     monkeypatch.setattr(models, "compare_memory", lambda *_: {})
@@ -143,6 +146,7 @@ def test_peak_memory_grows_with_what_is_done(models: ModuleType, monkeypatch: py
         return lambda images: torch.ones(megabytes, 2**18)  # 4 bytes each; freed at once
 
     monkeypatch.setitem(models.CONTESTANTS, "filling", fill)
+    monkeypatch.setitem(models.MEMORY, "filling", ("filling", 1))
     grown = models.measure_memory(TINY, "filling", "cpu")
     if grown is None:
         pytest.skip("the system does not say")
