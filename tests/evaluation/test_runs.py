@@ -796,7 +796,7 @@ def test_best_is_a_usual_method_that_is_run_where_it_is_asked_for(tmp_path: Path
         ({"levels": "many"}, "`levels` must be a range like 1-5"),
         ({"levels": "5-1"}, "`levels` must be 1 to 5"),
         ({"corruptions": "fog,rain"}, "No corruption is called 'rain'"),
-        ({"data": ["digits-c/fog/3"], "levels": "5"}, "No test set matches"),
+        ({"data": ["digits-c/fog/3"], "levels": "5"}, "No set of .* has these levels"),
         ({"limit": 0}, "`limit` must be .*, got 0"),
         ({"seeds": [1, 1]}, "got 1 twice"),
         ({"steps": ["fixed=3"]}, "no applicable method is called 'fixed'"),
