@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import adapters
 from models import VisionTransformer
 from testtime import CropFlip, Online, Rotation, resnet26, split
 from testtime.adaptation.learner import Learner, Snapshot
@@ -249,3 +250,20 @@ def test_rows_are_put_into_a_snapshot() -> None:
     stored.put(torch.tensor([False, True, True]), Snapshot([torch.tensor([[4.0, 4.0]])], {}))  # one row for several
     assert stored.pieces[0].tolist() == [[8.0, 9.0], [4.0, 4.0], [4.0, 4.0]]
     assert stored.memory["new"].tolist() == [[5.0], [0.0], [0.0]]
+
+
+@pytest.mark.parametrize("method", ["ttt", "tent"])
+def test_an_undo_made_before_several_calls_returns_to_its_state(method: str) -> None:
+    adapter = Online(adapters.network("batch" if method == "tent" else "group"), method=method, lr=0.05, copies=2)
+    adapter.predict(adapters.pictures(3))
+    learner = adapter._learned
+    assert isinstance(learner, Learner)
+    before = learner.pieces[0].clone()
+    undo = learner.make_undo()
+    undo()  # nothing has changed yet
+    assert learner.pieces[0].equal(before)
+    for seed in (1, 2):  # calls make an undo of their own
+        adapter.predict(adapters.pictures(3, seed=seed))
+    assert not learner.pieces[0].equal(before)
+    undo()
+    assert learner.pieces[0].equal(before)
