@@ -27,10 +27,10 @@ do the same otherwise:
 All take turns, eight images each, on two threads; the speed is the median over the rounds of the naive time divided by
 ours. They compute in their default precision: on a GPU, TF32 in all layers for us, in convolutions alone for torch.
 
-Peak memory is the growth of the resident set, or of what torch takes from the GPU, from when the network is there, in
-calls of one image: the median of three processes; `copies` is how many more copies of the network's parameters `Online`
-takes than the naive loop, `copies_of_several` the same in calls of two images, which are undone as a whole if they
-fail. Models that cannot be imported, or fail, are named as skipped.
+Peak memory is measured in a process for each, as the growth of the resident set, or of what torch takes from the GPU,
+from when the network is there, in calls of one image; `copies` is how many more copies of the network's parameters
+`Online` takes than the naive loop, `copies_of_several` the same in calls of two images, which are undone as a whole if
+they fail. Models that cannot be imported, or fail, are named as skipped.
 """
 
 from __future__ import annotations
@@ -200,7 +200,6 @@ def adapt(kind: Callable[..., tt.Adapter], *arguments: Any, **options: Any) -> C
 CONTESTANTS = {"naive": make_naive, "online": make_online, "bare": make_bare}
 MEMORY = {"naive": ("naive", 1), "online": ("online", 1), "several": ("online", 2)}
 """What memory is measured of: contestant, and images in a call."""
-PROCESSES = 3
 
 
 def compare(name: str, options: argparse.Namespace) -> Row:
@@ -237,9 +236,9 @@ def summarise_speed(naive_times: list[float], times: list[float]) -> Row:
 
 def measure_memory(name: str, kind: str, device: str) -> int | None:
     """Return by how many bytes this process grows at most, on its device; None if the system does not say."""
+    small = resnet26(depth=8, size=16).to(device).eval()
     make, images = MEMORY[kind]
-    small, pool = make_network("plain torch ConvNet", device)
-    CONTESTANTS[make](small)(pool[:1])  # loads code, which does not count
+    CONTESTANTS[make](small)(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))  # loads code, which does not count
     net, pool = make_network(name, device)
     known = reset_peak()
     before = torch.cuda.memory_reserved() if device == "cuda" else read_status("VmRSS")
@@ -277,15 +276,14 @@ def reset_peak() -> bool:
 
 
 def compare_memory(name: str, parameters: int, device: str) -> Row:
-    """Measure the peak memory of both, each in several processes, since threads do not take the same every time."""
-    peaks: dict[str, float] = {}
+    """Measure the peak memory of both, in a process each."""
+    peaks = {}
     for kind in MEMORY:
         command = [sys.executable, __file__, "--device", device, "--memory", name, kind]
-        done = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(PROCESSES)]
-        found = [json.loads(one.stdout.splitlines()[-1]) for one in done]
-        if None in found:
-            return {}
-        peaks[kind] = statistics.median(found)
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        peaks[kind] = json.loads(done.stdout.splitlines()[-1])
+    if None in peaks.values():
+        return {}
     row: Row = {f"{kind}_mib": round(peak / 2**20) for kind, peak in peaks.items()}
     row["copies"] = round((peaks["online"] - peaks["naive"]) / (4 * parameters), 2)
     return row | {"copies_of_several": round((peaks["several"] - peaks["naive"]) / (4 * parameters), 2)}

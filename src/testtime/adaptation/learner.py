@@ -97,7 +97,6 @@ class Learner:
         self.all_rows = torch.ones(count, dtype=torch.bool, device=device)
         """Mask of all replicas, bool `(S,)`; stored because recorded graphs read it."""
         self._before: Snapshot | None = None
-        self._deferred: Snapshot | None = None
         self._scratch: list[Tensor] | None = None
         self.recordings: dict[Any, Any] = {}
         """Recorded episodes by image shape, see recorder.py."""
@@ -121,7 +120,6 @@ class Learner:
         @torch.no_grad()
         def prepare() -> None:
             self._side.wait()
-            self._complete()
             if between is not None:
                 between()
             if self.objective.skipped is not None and possibly_any(self.objective.skipped):
@@ -171,7 +169,6 @@ class Learner:
         Their optimizer state is reset too; resetting some rows requires an optimizer that treats rows independently.
         """
         self._side.wait()
-        self._complete()
         # An interrupt may have left BatchNorm in training mode.
         self.replicas.batch_norms.use(self.settings.statistics or "running")
         for piece, origin in zip(self.pieces, self.origin, strict=True):
@@ -188,23 +185,9 @@ class Learner:
     def make_undo(self) -> Callable[[], None]:
         """Return a function that restores the current state. An episode must follow before anything else changes it."""
         self._scratch = None  # a call of one image needs no other snapshot
-        good = self._defer() if self.eager and self.objective.steady else self.snapshot()
+        good = self.snapshot()
         self._before = good if self.eager else None
         return lambda: self.restore(good, self.all_rows)
-
-    def _defer(self) -> Snapshot:
-        """Return a snapshot whose parameters are copied before they change: not while activations take memory."""
-        if self._deferred is None:
-            self._deferred = Snapshot(
-                [self.pieces[0], *(piece.clone() for piece in self.pieces[1:])], self.optimizer.snapshot()
-            )
-        return self._deferred
-
-    def _complete(self) -> None:
-        """Copy the parameters of the deferred snapshot."""
-        if self._deferred is not None:
-            self._deferred.pieces[0] = self.pieces[0].clone()
-            self._deferred = None
 
     def begin(self) -> Snapshot:
         """Return a snapshot for an episode: that of `make_undo`, if this is the first episode since."""
@@ -227,8 +210,6 @@ class Learner:
         The snapshot may come from another learner with as many replicas.
         """
         self._side.wait()
-        if snapshot is not self._deferred:  # whose parameters have not changed yet
-            self._complete()
         # An interrupt may have left BatchNorm in training mode.
         self.replicas.batch_norms.use(self.settings.statistics or "running")
         for piece, old in zip(self.pieces, snapshot.pieces, strict=True):
@@ -261,7 +242,6 @@ class Learner:
             if not name.startswith("optimizer/"):
                 raise ValueError(f"The state does not fit: {name!r} belongs to another network.")
         self._side.wait()
-        self._complete()
         self.optimizer.load({name.removeprefix("optimizer/"): tensor for name, tensor in memory.items()})
         for name, tensor in self._named.items():
             tensor.copy_(state[name])

@@ -29,7 +29,6 @@ class Objective(abc.ABC):
         joins: Whether `measure` observes several images of a replica as if each were alone.
         augments: Whether a step takes augmented copies of an image, rather than the image itself.
         measures: Whether the observations have a loss, rather than NaN.
-        steady: Whether the parameters stay as they are until the optimizer changes them, in every step.
 
     Args:
         replicas: The replicas.
@@ -40,7 +39,6 @@ class Objective(abc.ABC):
     joins = False
     augments = False
     measures = True
-    steady = False
 
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:
         self.replicas, self.settings, self.later = replicas, settings, later

@@ -15,7 +15,6 @@ class SelfSupervision(Objective):
     """The self-supervised task of the network's second branch, on augmented copies of the image (Sun et al. 2020)."""
 
     augments = True
-    steady = True
 
     def loss(self, images: Tensor, draws: Draws) -> Tensor:
         settings, count = self.settings, len(images)
