@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
@@ -15,19 +14,15 @@ import torch
 from torch import nn
 
 import testtime as tt
+from scripts import ROOT, load_script
 
-ROOT = Path(__file__).parents[2]
 TINY = "plain torch ConvNet"
 
 
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location("models_benchmark", ROOT / "benchmarks/models.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("benchmarks/models.py")
     monkeypatch.setattr(module, "COPIES", 2)
     monkeypatch.setattr(module, "THREADS", 1)
     return module

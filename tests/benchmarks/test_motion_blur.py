@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -14,17 +13,12 @@ from PIL import Image
 
 import testtime as tt
 from pictures import smooth_pictures
-
-ROOT = Path(__file__).parents[2]
+from scripts import load_script
 
 
 @pytest.fixture
 def motion(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("motion_blur", ROOT / "benchmarks/motion_blur.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("benchmarks/motion_blur.py")
     monkeypatch.setattr(module, "CHUNK", 3)
     return module
 

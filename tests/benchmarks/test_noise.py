@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,17 +10,12 @@ from types import ModuleType
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from scripts import load_script
 
 
 @pytest.fixture
 def noise() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("noise", ROOT / "benchmarks/noise.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/noise.py")
 
 
 def test_both_streams_have_as_many_steps_and_copies_of_every_image(noise: ModuleType) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -14,19 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import testtime as tt
-
-ROOT = Path(__file__).parents[2]
+from scripts import load_script
 
 
 @pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("poison_benchmark", ROOT / "benchmarks/poison.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "poison_benchmark", module)
-    spec.loader.exec_module(module)
-    return module
+def poison() -> ModuleType:
+    return load_script("benchmarks/poison.py")
 
 
 def measure_classes(net: tt.YNet, image: Tensor, images: Tensor, labels: Tensor) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shlex
 from pathlib import Path
@@ -11,24 +10,14 @@ from typing import Any
 import pytest
 import typer
 
+from scripts import load_script
 from testtime.cli.commands import app
 from testtime.evaluation import make_plan, run_plan
 from testtime.evaluation.method_specs import find_spec
 
-SCRIPT = Path(__file__).parents[2] / "results/measure.py"
-
-
-def load_script() -> Any:
-    specification = importlib.util.spec_from_file_location("measure", SCRIPT)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
 
 def test_every_step_can_be_run() -> None:
-    measure = load_script()
+    measure = load_script("results/measure.py")
     commands: Any = typer.main.get_command(app)
     for name in measure.list_steps():
         command, *arguments = shlex.split(measure.command(name))
@@ -39,7 +28,7 @@ def test_every_step_can_be_run() -> None:
 
 
 def test_a_comparison_is_condensed_to_its_scores(tmp_path: Path) -> None:
-    measure = load_script()
+    measure = load_script("results/measure.py")
     given: dict[str, Any] = {"data": ["digits-c"], "levels": "5", "corruptions": "contrast,fog", "limit": 24}
     plan = make_plan(checkpoint="digits-resnet8-gn-joint", methods="fixed,tent", protocol="continual", **given)
     run = run_plan(plan, tmp_path / "run")
