@@ -67,7 +67,7 @@ def read(options: argparse.Namespace, size: int) -> Iterator[tuple[Tensor, Tenso
 
 def measure(net: tt.YNet, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run TTT-Online on all variants; a row for each: errors before and after, by class, and the task's loss."""
-    size, classes = net.card.size or SIZE, len(net.card.classes or ())
+    size, classes = net.card.size or SIZE, len(net.card.classes)
     streams = tt.Streams(net, len(VARIANTS), copies=options.copies, precision=options.precision, seed=options.seed)
     fixed = tt.Fixed(net, precision=options.precision)
     answers: list[Tensor] = []  # (V, 2): classes before learning anything, and after

@@ -94,9 +94,9 @@ def settle(
     Returns:
         The predictions, `(S, B, ...)`, and which replicas to restore, bool `(S,)`.
     """
-    if rise is None:  # NaN if the answers are, as a loss would be
-        losses, limit = torch.zeros_like(before.loss), 0.0
-        given = wanted, before.logits, losses, after.logits, after.logits.sum(-1) * 0, sound, limit
+    if rise is None:  # in place of the loss: 0, or NaN where an answer is not finite
+        none, checked = torch.zeros_like(before.loss), after.logits.sum(-1) * 0
+        given = wanted, before.logits, none, after.logits, checked, sound, 0.0
     else:
         given = wanted, before.logits, before.loss, after.logits, after.loss, sound, rise
     settled = kernels.take_over("settle", *given)
