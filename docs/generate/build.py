@@ -20,6 +20,7 @@ from .result_files import (
     CIFAR,
     EARLIER,
     PICTURES,
+    ROBUST,
     ROOT,
     SEEDS,
     by_level,
@@ -182,7 +183,7 @@ def make_variants() -> Parts:
 def make_networks() -> Parts:
     """The parts of the page on networks."""
     seeds, earlier = read_results(*SEEDS, main=("fixed", "online")), read_results(*EARLIER)
-    robust, wide = (read_results(name) for name in ("robust-0", "robust-x2-level-5"))
+    robust, wide = read_results(*ROBUST), read_results("robust-x2-level-5")
     return {
         "trainings": trainings.format_trainings(),
         "seeds": errors.format_table(seeds, by_level(seeds)[5]),
@@ -190,7 +191,7 @@ def make_networks() -> Parts:
         "robust": errors.format_table(robust, by_level(robust)[5]),
         "robust, width 2": errors.format_table(wide, by_level(wide)[5]),
         "sources": format_sources(
-            *in_cifar("levels", *SEEDS, *EARLIER, "tf32-0", "tf32-1", "robust-0", "robust-x2-level-5", "uda")
+            *in_cifar("levels", *SEEDS, *EARLIER, "tf32-0", "tf32-1", *ROBUST, "robust-x2-level-5", "uda")
         ),
     }
 
@@ -198,11 +199,11 @@ def make_networks() -> Parts:
 def make_branches() -> Parts:
     """The parts of the page on branches for networks without one."""
     files = {
-        ("Group Normalization", "branch alone, 20 epochs"): [f"branch-gn-20-{seed}" for seed in (0, 1, 2)],
-        ("Group Normalization", "branch and encoder, 6 epochs"): [f"branch-gn-joint-{seed}" for seed in (0, 1, 2)],
-        ("Group Normalization", "jointly from scratch †"): ["seed-0"],
-        ("Batch Normalization", "branch alone, 20 epochs"): [f"branch-bn-20-{seed}" for seed in (0, 1, 2)],
-        ("Batch Normalization", "branch and encoder, 6 epochs"): [f"branch-bn-joint-{seed}" for seed in (0, 1, 2)],
+        ("Group Normalization", "branch alone, 20 epochs"): ["branch-gn-20-0"],
+        ("Group Normalization", "branch and encoder, 6 epochs"): ["branch-gn-joint-0"],
+        ("Group Normalization", "jointly from scratch"): ["levels"],
+        ("Batch Normalization", "branch alone, 20 epochs"): ["branch-bn-20-0", "branch-bn-20-1"],
+        ("Batch Normalization", "branch and encoder, 6 epochs"): ["branch-bn-joint-0"],
     }
     ways = {key: [by_level(read_results(name))[5] for name in names] for key, names in files.items()}
     tried = {

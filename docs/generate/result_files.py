@@ -23,11 +23,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CIFAR, PICTURES = Path("results/cifar10"), Path("results/imagenette")
 SEEDS, EARLIER = ("joint-1", "joint-2"), tuple(f"seed-{seed}" for seed in range(6))
 """The networks of the paper's recipe with further seeds, and those of version 0.1, trained in bfloat16."""
+ROBUST = ("robust-levels", "robust-1", "robust-2")
+"""The bundled robust network, and those with further seeds."""
 CONTROL = "fixed-mirrored"
 """The control of `mirrored` and `best`, which learns nothing; not one of the methods of the main tables."""
 PAST = {
     "joint": ("past-joint", "levels"),
-    "robust": ("past-robust", "robust-0"),
+    "robust": ("past-robust", "robust-levels"),
     "robust, width 2": ("past-robust-x2", "robust-x2-level-5"),
 }
 """Networks, the file of the study `best` with each (level 1: ending in -mild), and one with `fixed` and `online`."""

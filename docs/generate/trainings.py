@@ -20,7 +20,7 @@ FILES: Mapping[str, Path] = {
         name: CIFAR / f"training-{name}.json"
         for name in (
             *(*TOGETHER, "robust-x2", "plain", "alp", "bn-joint", "bn-plain", *EARLIER, "tf32-0", "tf32-1"),
-            *("gn-plain", "uda", "vit-masked", "vit-rotation"),
+            *("uda", "vit-masked", "vit-rotation"),
         )
     },
     **{f"imagenette-{name}": PICTURES / f"training-{name}.json" for name in ("joint", "plain")},
