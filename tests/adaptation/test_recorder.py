@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from testtime import Adapter, Episodic, Online, Streams, kernels, resnet26
+from testtime import METHODS, Adapter, Episodic, Online, Streams, collect, kernels, resnet26
 from testtime.adaptation import recorder
 from testtime.adaptation.learner import Learner
 from testtime.kernels import graphs
@@ -103,3 +103,25 @@ def test_a_recorded_episode_reads_nothing_that_is_gone(name: str, monkeypatch: p
     gc.collect()
     assert len(Remembered.read) > 5
     assert not any(memory.expired() for memory in Remembered.read)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of methods for other networks
+@pytest.mark.parametrize("method", [name for name, one in METHODS.items() if one.settings.get("steps") != 0])
+def test_what_is_recorded_is_kept_by_a_reset_and_nothing_else(method: str) -> None:
+    net = resnet26(depth=8, size=16, seed=1, norm="batch").eval()
+    images = Draws.of(0, torch.arange(80)).uniform(3, 16, 16)
+    collect(net, images[:16])
+    online, fresh = (Online(net, method=method, lr=0.01, copies=2) for _ in range(2))
+    online.predict(images[:72])
+    learner = online._learned
+    assert isinstance(learner, Learner)
+    learner.recordings["a shape"] = "a graph"
+    online.reset()
+    assert online._learned is None
+    found, expected = (adapter.predict(images[8:]) for adapter in (online, fresh))
+    assert online._learned is learner
+    assert learner.recordings == {"a shape": "a graph"}
+    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(found.loss_before, expected.loss_before)
+    ours, theirs = online.state_dict(), fresh.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -340,6 +340,13 @@ class Online(Adapter):
     def __init__(self, net: YNet, *, method: str | Method = "ttt", **settings: Any) -> None:
         super().__init__(net, method, "online", settings)
 
+    def reset(self) -> None:
+        with self._lock, torch.inference_mode(False):
+            learned = getattr(self, "_learned", None)
+            super().reset()
+            # Kept for the sake of its recordings, which take long to make again.
+            self._spare = learned if isinstance(learned, Learner) and learned.recordings else None
+
     def network(self) -> YNet:
         """Return a copy of the adapted network, independent of the stream."""
         with self._lock, torch.inference_mode(False):
@@ -357,4 +364,8 @@ class Online(Adapter):
         return run(learner, images[None], samples[None])[0]
 
     def _make_learner(self, shape: tuple[int, ...]) -> Learner:
-        return Learner(self._networks[0], 1, self.method, self.settings, shape)
+        spare, self._spare = self._spare, None
+        if spare is None or spare.shape != shape:
+            return Learner(self._networks[0], 1, self.method, self.settings, shape)
+        spare.reset()
+        return spare
