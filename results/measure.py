@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from testtime.evaluation import open_run
+from testtime.evaluation import Run, open_run
 from testtime.provenance import describe_machine
 from testtime.report.comparison import compare_runs
 
@@ -111,33 +111,40 @@ FITS = {
 }
 """Name → arguments of `testtime fit-branch`."""
 
-BATCHED = "fixed,norm,tent,shot,eta,eata,rdumb,sar,cotta,lame,t3a,roid,rotta,actmad"
-METHODS = "--data cifar10-c --levels 5 --limit 2000 --shuffle --precision tf32"
-COMPARED = f"{BATCHED},dua,online,mirrored,rehearsal"
-SINGLE = "fixed,norm,tent,eata,rotta,online,mirrored,rehearsal"
-RECURRING = "fixed,tent,eata,cotta,roid,online,rehearsal"
 SOME = "--limit 2000 --shuffle"
+BATCHED = "fixed,norm,tent,shot,eta,eata,rdumb,sar,cotta,lame,t3a,roid,rotta,actmad"
+SINGLE = "dua,online,mirrored,best"
 PROTOCOLS = {
-    "reset": f"--methods {COMPARED} --batch 200 --shuffle",
-    "continual": f"--methods {COMPARED} --batch 200 --shuffle --protocol continual",
+    "reset": "--protocol reset",
+    "continual": "--protocol continual",
+    **{f"continual-{order}": f"--protocol continual --order {order}" for order in (1, 2)},
+    "mixed": "--protocol mixed",
     **{
-        f"continual-{order}": f"--methods {COMPARED} --batch 200 {SOME} --protocol continual --order {order}"
-        for order in (1, 2)
-    },
-    "mixed": f"--methods {COMPARED} --batch 200 {SOME} --protocol mixed",
-    **{
-        f"correlated-{concentration}": f"--methods {COMPARED} --batch 200 {SOME} --protocol correlated "
-        f"--concentration {concentration}"
+        f"correlated-{concentration}": f"--protocol correlated --concentration {concentration}"
         for concentration in ("1", "0.1", "0.01")
     },
-    "clean": f"--methods {COMPARED} --batch 200 {SOME} --protocol clean",
-    "batch-1": f"--methods {SINGLE} --batch 1 {SOME}",
-    **{f"batch-{batch}": f"--methods {COMPARED} --batch {batch} {SOME}" for batch in (16, 64)},
-    "gradual": f"--methods {COMPARED} --batch 200 --limit 500 --shuffle --protocol gradual",
-    "seeds": f"--methods {COMPARED} --batch 200 --limit 1000 --shuffle --seed 0 --seed 1 --seed 2",
+    "clean": "--protocol clean",
+}
+"""Name → protocol."""
+COMPARISONS = {
+    **{
+        name: f"--methods {BATCHED} --batch 200 {'--shuffle' if name in ('reset', 'continual') else SOME} {protocol}"
+        for name, protocol in PROTOCOLS.items()
+    },
+    **{
+        f"{name}-single": f"--methods {SINGLE} --batch 200 {SOME} {protocol}" for name, protocol in PROTOCOLS.items()
+    },
+    "batch-1": f"--methods fixed,norm,tent,eata,rotta --batch 1 {SOME}",
+    **{f"batch-{batch}": f"--methods {BATCHED} --batch {batch} {SOME}" for batch in (16, 64)},
+    **{
+        f"gradual{suffix}": f"--methods {methods} --batch 200 --limit 500 --shuffle --protocol gradual"
+        for suffix, methods in (("", BATCHED), ("-single", SINGLE))
+    },
+    "seeds": f"--methods {BATCHED},{SINGLE} --batch 200 --limit 1000 --shuffle --seed 0 --seed 1 --seed 2",
     "memo": f"--methods memo {SOME}",
 }
-"""Name → arguments of the comparison of methods."""
+"""Name → arguments of the comparison of methods; those that learn from single images run on their own."""
+RECURRING = "fixed,tent,eata,cotta,roid,online,best"
 SELECTED = "-c runs/selection-joint/network.safetensors --precision tf32"
 TUNINGS = {
     "ttt": f"{SELECTED} --method ttt --lr 0.001 --limit 3000",
@@ -210,20 +217,10 @@ EVALUATIONS = {
     "past-branch": "-c runs/branch-gn-20-0/network.safetensors --matrix best --precision bf16",
     "robust-x2-level-5": f"-c {ROBUST_X2} {LEVEL_5}",
     **{
-        f"methods-{norm}-{name}": f"-c cifar10-resnet26-{norm}-joint {METHODS} {options}"
-        for norm in ("bn", "gn")
-        for name, options in (
-            ("batch-200", f"--methods {BATCHED},online --batch 200"),
-            ("batch-1", "--methods fixed,tent,eata,online,norm --batch 1"),
-            ("continual", f"--methods {BATCHED},online --batch 200 --protocol continual"),
-            ("correlated", f"--methods {BATCHED},online --batch 200 --protocol correlated"),
-        )
-    },
-    **{
         f"comparison-{name}-{protocol}": f"-c {network} --data cifar10-c --precision tf32 {options}"
-        + ("" if protocol == "gradual" else " --levels 5")
+        + ("" if protocol.startswith("gradual") else " --levels 5")
         for name, network in (("gn", JOINT), ("bn", "cifar10-resnet26-bn-joint"), ("robust", ROBUST))
-        for protocol, options in PROTOCOLS.items()
+        for protocol, options in COMPARISONS.items()
     },
     "comparison-gn-recurring": f"-c {JOINT} --data cifar10-c --levels 5 --precision tf32 --methods {RECURRING} "
     f"--batch 200 {SOME} --protocol recurring",
@@ -296,7 +293,7 @@ def take(name: str) -> None:
     elif name.startswith("comparison-"):
         target = RESULTS / "comparison" / f"{name.removeprefix('comparison-')}.json"
         target.parent.mkdir(exist_ok=True)
-        store(condense(RUNS / f"eval-{name}"), target)
+        store(condense(open_run(RUNS / f"eval-{name}")), target)
     else:
         folder = RUNS / f"eval-{name}"
         testtime("report", str(folder), "--format", "json", "--out", str(folder / "report"))
@@ -311,9 +308,8 @@ def testtime(*arguments: str) -> None:
         raise SystemExit(done.returncode)
 
 
-def condense(folder: Path) -> dict[str, Any]:
+def condense(run: Run) -> dict[str, Any]:
     """Return the scores of a run by method, without the single answers, which would be megabytes."""
-    run = open_run(folder)
     (results,) = compare_runs([run]).protocols
     rows = []
     for method, score in results.scores.items():

@@ -14,7 +14,7 @@ from testtime.report.correlation import Joined, join
 from testtime.report.results import Results, collect
 from testtime.storage import printable, write_atomic
 
-from . import errors, figures, imagenet, methods, moving, service, speed, streams, trainings, variants
+from . import comparison, errors, figures, imagenet, methods, moving, service, speed, streams, trainings, variants
 from .documents import fill, table
 from .result_files import (
     CIFAR,
@@ -65,7 +65,6 @@ def make_parts() -> dict[Path, Parts]:
         docs / "results/variants.md": make_variants(),
         docs / "results/networks.md": make_networks(),
         docs / "results/branches.md": make_branches(),
-        docs / "results/methods.md": make_methods(),
         docs / "results/rehearsal.md": make_rehearsal(),
         docs / "results/vit.md": make_vit(),
         docs / "results/gradients.md": {
@@ -73,6 +72,7 @@ def make_parts() -> dict[Path, Parts]:
             "without labels": errors.format_correlations(join_gradients("stand-ins")),
         },
         docs / "results/photographs.md": make_photographs(),
+        docs / "comparison.md": make_comparison(),
     }
 
 
@@ -272,10 +272,13 @@ def make_vit() -> Parts:
     }
 
 
-def make_methods() -> Parts:
-    """The parts of the page on methods of others."""
-    names = in_cifar(*(f"methods-{name}" for name in methods.SANITY))
-    return {"methods": methods.format_sanity(), "sources": format_sources(*names)}
+def make_comparison() -> Parts:
+    """The parts of the page that compares methods."""
+    return {
+        **{network: comparison.format_errors(network) for network in comparison.find_files()},
+        "costs": comparison.format_costs(read_file(Path("results/methods-h200.json"))),
+        "sources": comparison.format_files(),
+    }
 
 
 def make_photographs() -> Parts:

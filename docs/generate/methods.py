@@ -1,4 +1,4 @@
-"""Tables of methods under protocols, and of branches that were trained for networks without one."""
+"""Tables of how methods were chosen, and of branches that were trained for networks without one."""
 
 from __future__ import annotations
 
@@ -6,24 +6,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from testtime.evaluation import Run
 from testtime.report.results import MEAN, ORIGINAL, Results, Table, column_title
 
 from .documents import ends, points, table
-from .result_files import CIFAR, CONTROL, by_level, compare, read_runs
+from .result_files import CONTROL, by_level, compare
 
-SANITY = {
-    **{
-        f"bn-{name}": f"BN, {title}"
-        for name, title in (("batch-200", "reset"), ("continual",) * 2, ("correlated",) * 2)
-    },
-    "bn-batch-1": "BN, batch 1",
-    "gn-batch-200": "GN, reset",
-    "gn-batch-1": "GN, batch 1",
-    "gn-continual": "GN, continual",
-    "gn-correlated": "GN, correlated",
-}
-"""Names of result files, and titles."""
 TUNED = {
     ("fixed", "fixed"): "the network as it is",
     ("ttt", "lr=0.001"): "TTT-Online",
@@ -38,17 +25,6 @@ TUNED = {
 BEST = "best"
 ABLATED = ("fixed", "online", "mirrored", "without-memory", BEST, CONTROL)
 """What `best` is made of, and its control."""
-
-
-def format_sanity() -> str:
-    """The mean error at level 5 by method, network and protocol; on the original images, if they are there."""
-    columns: dict[str, Mapping[str, str]] = {}
-    for name, title in SANITY.items():
-        (run,) = read_runs(CIFAR / f"methods-{name}.json")
-        columns[title] = find_errors(run)
-    names = list(next(iter(columns.values())))
-    rows = [[f"`{name}`", *(column.get(name, "") for column in columns.values())] for name in names]
-    return table(["error in %, level 5 / original", *columns], rows)
 
 
 def format_tuned(choices: Mapping[str, Mapping[str, Any]]) -> str:
@@ -86,19 +62,6 @@ def format_ablation(networks: Mapping[str, tuple[Results, Results]]) -> str:
             gaps.append(points(gap))
             intervals.append(ends(interval))
     return table(["error in %", *heads], [*rows.values(), gaps, intervals])
-
-
-def find_errors(run: Run) -> dict[str, str]:
-    """The mean error over the sets by method and, if it was measured, the error on the original images."""
-    found: dict[str, dict[str, float]] = {}
-    for unit in run.units:
-        found.setdefault(unit.method, {})[unit.set_name] = 100 - 100 * float(unit.verdicts().right.mean())
-    texts = {}
-    for name, errors in found.items():
-        shifted = [error for one, error in errors.items() if one != "cifar10"]
-        whole = f" / {errors['cifar10']:.1f}" if "cifar10" in errors else ""
-        texts[name] = f"{statistics.fmean(shifted):.1f}{whole}"
-    return texts
 
 
 def format_branches(ways: Mapping[tuple[str, str], Sequence[Table]]) -> str:

@@ -196,7 +196,12 @@ def _describe(file: Path) -> list[list[str]]:
 
 def _cells(images: Any, seeds: Any, hardware: Mapping[str, Any], command: str) -> list[str]:
     count = f"{images:,}" if isinstance(images, int) else images
-    return [count, str(seeds), format_hardware(hardware), f"`{command.replace('|', chr(92) + '|')}`"]
+    return [count, str(seeds), format_hardware(hardware), format_command(command)]
+
+
+def format_command(command: str) -> str:
+    """A command for a cell of a table."""
+    return f"`{command.replace('|', chr(92) + '|')}`"
 
 
 def _span(seeds: Sequence[int]) -> str:

@@ -1,0 +1,111 @@
+"""Tables of the comparison of methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .documents import link, table
+from .result_files import ROOT, format_command, format_hardware, read_file
+
+FOLDER = Path("results/comparison")
+NETWORKS = {
+    "gn": "cifar10-resnet26-gn-joint",
+    "bn": "cifar10-resnet26-bn-joint",
+    "robust": "cifar10-resnet26-gn-robust",
+}
+"""How the names of files begin, and the networks."""
+TITLES = {
+    "reset": "reset",
+    "continual": "continual",
+    "continual-1": "continual, order 1",
+    "continual-2": "continual, order 2",
+    "mixed": "mixed",
+    "correlated-1": "correlated, 1",
+    "correlated-0.1": "correlated, 0.1",
+    "correlated-0.01": "correlated, 0.01",
+    "clean": "clean",
+    "gradual": "gradual",
+    "batch-64": "batch 64",
+    "batch-16": "batch 16",
+    "batch-1": "batch 1",
+    "recurring": "recurring",
+    "seeds": "three seeds",
+}
+"""How the names of files go on, and titles."""
+FIXED = "fixed"
+SPEED = {"online": "ttt"}
+"""Methods that the benchmark of speed has under another name."""
+
+Row = Mapping[str, Any]
+
+
+def find_files() -> dict[str, list[Path]]:
+    """The result files of each network."""
+    files = [file.relative_to(ROOT) for file in sorted((ROOT / FOLDER).glob("*.json"))]
+    return {name: own for name in NETWORKS if (own := [file for file in files if file.name.startswith(f"{name}-")])}
+
+
+def read_rows(network: str) -> dict[str, dict[str, Row]]:
+    """The scores with a network by protocol and method; several files may be of one protocol."""
+    found: dict[str, dict[str, Row]] = {}
+    for protocol in TITLES:
+        for suffix in ("", "-single"):
+            file = FOLDER / f"{network}-{protocol}{suffix}.json"
+            if (ROOT / file).exists():
+                found.setdefault(protocol, {}).update({row["method"]: row for row in read_file(file)["rows"]})
+    return found
+
+
+def format_errors(network: str) -> str:
+    """The errors with a network: a row for each method, a column for each protocol."""
+    found = read_rows(network)
+    names = list(dict.fromkeys(name for rows in found.values() for name in rows))
+    lines = [[f"`{name}`", *(_format_error(rows, name) for rows in found.values())] for name in names]
+    return table(["error in %, level 5 / original", *(TITLES[protocol] for protocol in found)], lines)
+
+
+def _format_error(rows: Mapping[str, Row], name: str) -> str:
+    if name not in rows:
+        return ""
+    row = rows[name]
+    half = (row["interval"][1] - row["interval"][0]) / 2
+    clean = "" if row["clean"] is None else f" / {row['clean']:.1f}"
+    mark = " ‡" if row["collapsed"] > rows.get(FIXED, {}).get("collapsed", 0) else ""
+    return f"{row['error']:.1f} ± {half:.1f}{clean}{mark}"
+
+
+def format_costs(speed: Mapping[str, Any]) -> str:
+    """What a method costs, and how its answers change, when every set starts anew.
+
+    Args:
+        speed: The benchmark of methods on a GPU.
+    """
+    found = {network: rows for network in NETWORKS if (rows := read_rows(network).get("reset"))}
+    times = {row["method"]: row["ms_per_image"] for row in speed["rows"]}
+    first = next(iter(found.values()))
+    lines = []
+    for name, row in first.items():
+        time, state = times.get(SPEED.get(name, name)), row["state_bytes"]
+        cells = [f"`{name}`", "" if time is None else f"{time:.2f}", "" if state is None else f"{state / 1024:,.0f}"]
+        for rows in found.values():
+            own = rows[name]
+            flips = "" if own["to_right"] is None else f"{own['to_right']:.1f} / {own['to_wrong']:.1f}"
+            cells += [f"{own['ece_after']:.1f}", flips]
+        lines.append(cells)
+    heads = [
+        f"{title}, {network.upper()}" for network in found for title in ("calibration error", "to right / to wrong")
+    ]
+    return table(["", "ms an image", "KiB a stream", *heads], lines)
+
+
+def format_files() -> str:
+    """Where the numbers come from."""
+    rows = []
+    for file in (file for own in find_files().values() for file in own):
+        held = read_file(file)
+        first = held["rows"][0]
+        about = [f"{first['answers']:,}", format_hardware(held["hardware"]), format_command(held["command"])]
+        rows.append([link(file), *about])
+    return table(["file", "answers at level 5", "hardware", "command"], rows, words=(0, 2, 3))
