@@ -226,7 +226,7 @@ EVALUATIONS = {
     f"--batch 200 {SOME} --protocol recurring",
     **{
         f"photographs-{name}-level-5": f"-c runs/photographs-{name}/network.safetensors --data imagenet-c --levels 5 "
-        "--data-root photographs --methods fixed,online --copies 64 --precision bf16 --shuffle"
+        "--data-root photographs --methods fixed,online --copies 64 --precision bf16 --shuffle --limit 1000"
         for name in ("joint", "robust")
     },
     **{
