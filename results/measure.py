@@ -131,9 +131,7 @@ COMPARISONS = {
         name: f"--methods {BATCHED} --batch 200 {'--shuffle' if name in ('reset', 'continual') else SOME} {protocol}"
         for name, protocol in PROTOCOLS.items()
     },
-    **{
-        f"{name}-single": f"--methods {SINGLE} --batch 200 {SOME} {protocol}" for name, protocol in PROTOCOLS.items()
-    },
+    **{f"{name}-single": f"--methods {SINGLE} --batch 200 {SOME} {protocol}" for name, protocol in PROTOCOLS.items()},
     "batch-1": f"--methods fixed,norm,tent,eata,rotta --batch 1 {SOME}",
     **{f"batch-{batch}": f"--methods {BATCHED} --batch {batch} {SOME}" for batch in (16, 64)},
     **{
@@ -201,8 +199,7 @@ EVALUATIONS = {
         for suffix, options in (("", ""), ("-mild", " --levels 1 --no-original --methods best,fixed-mirrored"))
     },
     **{
-        f"harm-{name}": f"-c {JOINT} --matrix best --methods best,mirrored,fixed-mirrored --precision bf16 --batch 1 "
-        f"{options}"
+        f"harm-{name}": f"-c {JOINT} --matrix best --methods best,fixed-mirrored --precision bf16 --batch 200 {options}"
         for name, options in (
             ("clean", "--protocol clean --limit 2000"),
             ("mixed", "--protocol mixed --limit 2000"),
