@@ -9,8 +9,8 @@ branch for one, `tune-` steps choose settings, the others evaluate. Its run fold
 is resumed. Its result is then copied here: the record of a training, the choice, the summary of an evaluation. Needs
 CIFAR-10, and CIFAR-10-C made with the frost photographs, under $TESTTIME_DATA, see docs/results.md (without CIFAR-10-C,
 frost is procedural). Between tuning and testing a ViT, results/bundle.py adds the chosen settings to its file as
-`recommended.safetensors`. For the steps on photographs the eight classes of ImageNet in `photographs/`, see
-docs/results/photographs.md.
+`recommended.safetensors`. To what `auto-` steps find, benchmarks/auto.py fits a calibration. For the steps on
+photographs the eight classes of ImageNet in `photographs/`, see docs/results/photographs.md.
 """
 
 from __future__ import annotations
@@ -210,6 +210,11 @@ EVALUATIONS = {
                 "elastic_transform,frost,motion_blur,pixelate,snow,zoom_blur",
             ),
         )
+    },
+    **{
+        f"auto-{name}": f"-c runs/selection-{name}/network.safetensors --data cifar10-held-out-c --levels 1-5 "
+        "--methods fixed,episodic,online --limit 1000 --shuffle --precision bf16"
+        for name in ("joint", "robust")
     },
     "past-branch": "-c runs/branch-gn-20-0/network.safetensors --matrix best --precision bf16",
     "robust-x2-level-5": f"-c {ROBUST_X2} {LEVEL_5}",

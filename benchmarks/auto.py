@@ -1,0 +1,150 @@
+"""Does `Auto` choose well? Its calibration is fitted to runs on held-out images, and tested with other networks.
+
+    testtime train --data digits --hold-out 300 --out runs/selection
+    testtime eval -c runs/selection/network.safetensors --data digits-held-out-c --methods fixed,episodic,online \\
+        --shuffle --out runs/held-out
+    python benchmarks/auto.py --fit runs/selection/network.safetensors runs/held-out \\
+        --checkpoint digits-resnet8-gn-joint --data digits-c --out results/auto-digits.json
+
+Several networks may be fitted to, and others tested: --fit and --checkpoint can be repeated. Every set is a stream of
+its own. The gain of learning online is predicted by a line over the logarithm of the drift, which is fitted to the same
+runs; the accuracy is estimated after the last image, for up to 500 of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import testtime as tt
+from testtime.data.families import expand
+from testtime.evaluation import fit_calibration, open_run, read_traces
+from testtime.networks.task_loss import measure_drift, read_task_loss
+from testtime.provenance import describe_machine
+
+WINDOW = 500  # images of an estimate
+GROUPS = {"original": (0,), "levels 1 and 2": (1, 2), "levels 3 to 5": (3, 4, 5)}
+
+
+def find_reference(net: tt.YNet, file: str) -> float:
+    """Return the task's loss in training."""
+    known = read_task_loss(net)
+    if known is None:
+        raise SystemExit(f"{file} does not say how hard its task was in training: tt.collect(net, images) adds it.")
+    return known.loss
+
+
+def fit(pairs: Sequence[Sequence[str]]) -> tuple[tt.Calibration, tuple[float, float]]:
+    """Fit the calibration, and the line of the gain over the logarithm of the drift: slope and intercept."""
+    traces = [trace for file, run in pairs for trace in read_traces(open_run(run), find_reference(tt.load(file), file))]
+    drift = np.log([trace.drift.mean() for trace in traces])
+    gain = [trace.right[2].mean() - trace.right[0].mean() for trace in traces]
+    slope, intercept = np.polyfit(drift, gain, 1)
+    return fit_calibration(traces), (float(slope), float(intercept))
+
+
+def measure(
+    net: tt.YNet, sets: Sequence[str], given: argparse.Namespace, calibration: tt.Calibration
+) -> Iterator[dict]:
+    """Yield a row for each set: drift, accuracies, and the estimate of that of `Auto`."""
+    settings: dict[str, Any] = {**tt.recommend(net), "precision": given.precision}
+    adapters = {
+        "fixed": tt.Fixed(net, precision=given.precision),
+        "online": tt.Online(net, **settings),
+        "auto": tt.Auto(net, calibration=calibration, **settings),
+    }
+    for name in sets:
+        test_set = tt.data.open(name)
+        row: dict[str, Any] = {"set": name, "level": int(name.rsplit("/", 1)[1]) if "/" in name else 0}
+        for mode, adapter in adapters.items():
+            adapter.reset()
+            records = list(tt.evaluate(adapter, test_set, shuffle=True, limit=given.limit))
+            right = [bool(record.is_right) for record in records]
+            row |= {"images": len(right), mode: sum(right) / len(right)}
+            if mode == "fixed":
+                losses = [record.loss_before for record in records]
+                row["drift"] = float(measure_drift(sum(losses) / len(losses), find_reference(net, name)))
+            if isinstance(adapter, tt.Auto):
+                estimate, last = adapter.estimate_accuracy(), right[-WINDOW:]
+                assert estimate is not None
+                row |= {
+                    "learned": adapter.adapted / len(right),
+                    "estimate": list(estimate),
+                    "last": sum(last) / len(last),
+                }
+        yield row
+
+
+def summarise(rows: Sequence[dict[str, Any]], line: tuple[float, float]) -> dict[str, Any]:
+    """Return the means by group and over the groups, and how well gain and accuracy were predicted."""
+    found: dict[str, Any] = {}
+    for title, levels in GROUPS.items():
+        own = [row for row in rows if row["level"] in levels]
+        if own:
+            found[title] = {mode: sum(row[mode] for row in own) / len(own) for mode in ("fixed", "online", "auto")}
+    groups = list(found.values())
+    found["mean"] = {mode: sum(group[mode] for group in groups) / len(groups) for mode in groups[0]}
+    predicted = [line[0] * math.log(row["drift"]) + line[1] for row in rows]
+    measured = [row["online"] - row["fixed"] for row in rows]
+    decided = [(one, other) for one, other in zip(predicted, measured, strict=True) if other]
+    found["sign_right"] = sum((one > 0) == (other > 0) for one, other in decided) / max(len(decided), 1)
+    found["sets_with_a_gain_or_loss"] = len(decided)
+    known = np.std(predicted) > 0 and np.std(measured) > 0
+    found["correlation"] = float(np.corrcoef(predicted, measured)[0, 1]) if known else None
+    found["coverage"] = sum(row["estimate"][1] <= row["last"] <= row["estimate"][2] for row in rows) / len(rows)
+    found["estimate_error"] = sum(abs(row["estimate"][0] - row["last"]) for row in rows) / len(rows)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Fit, measure, print a summary, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", nargs=2, action="append", required=True, metavar=("NETWORK", "RUN"))
+    parser.add_argument("--checkpoint", action="append", required=True, help="a network to test with")
+    parser.add_argument("--data", default="digits-c", help="its original set is tested, too (default: digits-c)")
+    parser.add_argument("--levels", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--limit", type=int, help="images of each set")
+    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, help="JSON")
+    given = parser.parse_args(arguments)
+    calibration, line = fit(given.fit)
+    print(f"online from a drift of {calibration.online}, episodic from {calibration.episodic}")
+    results = {}
+    for file in given.checkpoint:
+        net = tt.load(file).to(given.device)
+        sets = expand([given.data.removesuffix("-c"), *(f"{given.data}/*/{level}" for level in given.levels)])
+        rows = []
+        for row in measure(net, sets, given, calibration):
+            rows.append(row)
+            print(f"{len(rows)}/{len(sets)} {row['set']:40}", end="\r", flush=True)
+        found = summarise(rows, line)
+        results[file] = {"summary": found, "rows": rows}
+        print(f"\n{file}")
+        for title in (*GROUPS, "mean"):
+            if title in found:
+                print(f"  {title:16}", "  ".join(f"{mode} {100 * value:.2f}%" for mode, value in found[title].items()))
+        print(
+            f"  sign of the gain right on {found['sign_right']:.0%} of {found['sets_with_a_gain_or_loss']} sets, "
+            f"correlation {'unknown' if found['correlation'] is None else format(found['correlation'], '.2f')}; "
+            f"accuracy within its interval on {found['coverage']:.0%}"
+        )
+    if given.out is not None:
+        words = sys.argv[1:] if arguments is None else arguments
+        about: dict[str, Any] = {"command": shlex.join(["python", "benchmarks/auto.py", *words])}
+        about |= {"calibration": asdict(calibration), "gain": line, **describe_machine(torch.device(given.device))}
+        given.out.write_text(json.dumps(about | {"results": results}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
