@@ -71,6 +71,8 @@ TRAININGS = {
             ("masked", "--task masked --epochs 150"),
             ("rotation", "--views random --epochs 100"),
             ("plain", "--method plain --epochs 100"),
+            ("masked-robust", "--task masked --recipe robust --epochs 100"),
+            ("rotation-robust", "--views random --recipe robust --epochs 100"),
         )
     },
     "photographs-joint": f"{PHOTOGRAPHS} --epochs 240",
@@ -154,8 +156,9 @@ TUNINGS = {
     "drift": f"{SELECTED} --method rehearsal --lr 0.0005 --constant weight=2.0 --constant drift=0,1.2,1.5,2,3 "
     "--levels 1-5 --limit 2000",
     **{
-        f"vit-{task}{suffix}": f"-c runs/vit-{task}/network.safetensors --precision bf16 {options}"
+        f"vit-{task}{recipe}{suffix}": f"-c runs/vit-{task}{recipe}/network.safetensors --precision bf16 {options}"
         for task, rates in (("masked", "0.003,0.01,0.03,0.1"), ("rotation", "0.0003,0.001,0.003,0.01"))
+        for recipe in ("", "-robust")
         for suffix, options in (
             ("", f"--lr {rates} --limit 1000"),
             ("-best", f"--method best --lr {rates} --limit 1000"),
@@ -234,7 +237,7 @@ EVALUATIONS = {
     **{
         f"vit-{name}-{suffix}": f"-c runs/vit-{name}/recommended.safetensors --data cifar10-c --levels 5 "
         f"--methods {chosen} --precision bf16 {SOME}"
-        for name in ("masked", "rotation", "branch")
+        for name in ("masked", "rotation", "masked-robust", "rotation-robust", "branch")
         for suffix, chosen in (("level-5", "fixed,online,best"), ("episodic", "episodic"))
     },
 }
