@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from testtime.evaluation import Run
+from testtime.evaluation.protocols import read_layout
 from testtime.report.results import BASELINE, MEAN, ORIGINAL, Results, Table, column_title, method_title
 from testtime.report.run_figures import stream_verdicts
 from testtime.report.run_tables import difference
+from testtime.report.statistics import bootstrap_means, interval_of
 
 from .documents import ends, points, table
 from .result_files import by_level, compare
@@ -118,3 +120,41 @@ def format_gradual(results: Results) -> str:
 def _tenths(results: Results, method: str, name: str) -> list[float]:
     right = np.mean([source.unit.verdicts().right for source in results.sources[method, name]], axis=0)
     return [100 - 100 * float(part.mean()) for part in np.array_split(right, 10)]
+
+
+def format_gaps(runs: Mapping[str, Run], one: str, two: str) -> str:
+    """The errors of two methods along streams of several sets, on the same images; `runs` by title."""
+    rows = []
+    for title, run in runs.items():
+        ours, theirs = (split_answers(run, method) for method in (one, two))
+        for kind, is_shifted in (("corrupted", True), ("original", False)):
+            names = [name for name in ours if ("-c/" in name) == is_shifted]
+            if not names:
+                continue
+            images = np.concatenate([ours[name][0] for name in names])
+            right = [np.concatenate([held[name][1] for name in names]).astype(float) for held in (ours, theirs)]
+            _, places = np.unique(images, return_inverse=True)
+            gaps = 100 * np.bincount(places, right[1] - right[0]) / np.bincount(places)  # mean of each image
+            interval = interval_of(bootstrap_means(gaps[:, None])[:, 0])
+            cells = [f"{100 - 100 * values.mean():.2f}" for values in right]
+            rows.append([title, kind, f"{len(images):,}", *cells, points(float(gaps.mean())), ends(interval)])
+    heads = ["stream", "images", "answers", f"`{one}`", f"`{two}`", "difference", "95%, paired"]
+    return table(heads, rows, words=(0, 1))
+
+
+def split_answers(run: Run, method: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Number and correctness of the images that a method answered, by set, in the same order for every method."""
+    found = {}
+    for unit in run.units:
+        if unit.method != method:
+            continue
+        verdicts, layout = unit.verdicts(), read_layout(run.configuration, unit.set_name)
+        if layout is None:
+            found[unit.set_name] = verdicts.samples, verdicts.right
+            continue
+        starts = np.cumsum([0, *layout.sets.values()])
+        images = verdicts.samples % starts[-1]
+        for name, start, stop in zip(layout.sets, starts, starts[1:], strict=False):
+            own = (images >= start) & (images < stop)
+            found[name] = images[own] - start, verdicts.right[own]
+    return found

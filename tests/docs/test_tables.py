@@ -11,7 +11,7 @@ from generate import build, errors, imagenet, methods, service, speed, streams, 
 from generate.result_files import by_level, compare, read_past, time_methods
 
 from report_runs import make_columns, make_run
-from testtime.evaluation import Run, write_summary
+from testtime.evaluation import Run, make_plan, run_plan, write_summary
 from testtime.report.results import Results, collect
 from testtime.report.sources import ResultsError
 
@@ -261,3 +261,18 @@ def test_the_service_is_compared_with_the_bare_step() -> None:
     assert "a processor, 2 threads" in text
     assert all(line.startswith("|") for line in text.splitlines() if line)
     assert service.format_service(Path("results/missing.json")) == ""
+
+
+def test_gaps_along_streams_are_of_corrupted_and_of_original_images(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"data": ["digits-c"], "levels": "5", "corruptions": "contrast,fog", "limit": 20}
+    plan = make_plan(checkpoint="digits-resnet8-gn-joint", methods="fixed,tent", protocol="clean", **given)
+    run = run_plan(plan, tmp_path / "run")
+    lines = streams.format_gaps({"back": run}, "tent", "fixed").splitlines()[2:]
+    shifted, original = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    assert shifted[:3] == ["back", "corrupted", "40"]
+    assert original[:3] == ["back", "original", "20"]
+    wrong = {unit.method: 60 - unit.about["counts"]["is_right"] for unit in run.units}
+    for place, method in ((3, "tent"), (4, "fixed")):
+        assert float(shifted[place]) * 0.4 + float(original[place]) * 0.2 == pytest.approx(wrong[method], abs=0.02)
+    difference = float(shifted[5].replace("−", "-"))
+    assert difference == pytest.approx(float(shifted[3]) - float(shifted[4]), abs=0.011)
