@@ -8,9 +8,10 @@ A step is a `testtime` command, run from the root of the repository: `train-` st
 branch for one, `tune-` steps choose settings, the others evaluate. Its run folder is `runs/STEP`; an interrupted step
 is resumed. Its result is then copied here: the record of a training, the choice, the summary of an evaluation. Needs
 CIFAR-10, and CIFAR-10-C made with the frost photographs, under $TESTTIME_DATA, see docs/results.md (without CIFAR-10-C,
-frost is procedural). Between tuning and testing a ViT, results/bundle.py adds the chosen settings to its file as
-`recommended.safetensors`. To what `auto-` steps find, benchmarks/auto.py fits a calibration. For the steps on
-photographs the eight classes of ImageNet in `photographs/`, see docs/results/photographs.md.
+frost is procedural). Between tuning and testing, results/bundle.py adds the chosen settings to the file of a network:
+`recommended.safetensors` of a ViT, `runs/tuned-gn.safetensors` for the comparison of methods. To what `auto-` steps
+find, benchmarks/auto.py fits a calibration. For the steps on photographs the eight classes of ImageNet in
+`photographs/`, see docs/results/photographs.md.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ TRAININGS = {
     "selection-plain": "--data cifar10 --hold-out 5000 --method plain --precision tf32",
     "selection-bn-plain": "--data cifar10 --hold-out 5000 --method plain --norm batch --precision tf32",
     "selection-joint": "--data cifar10 --hold-out 5000 --precision tf32",
+    "selection-bn-joint": "--data cifar10 --hold-out 5000 --norm batch --precision tf32",
     "selection-robust": "--data cifar10 --hold-out 5000 --recipe robust --precision tf32",
     "joint": "--data cifar10 --seeds 0-2 --precision tf32",
     "robust": "--data cifar10 --recipe robust --seeds 0-2 --precision tf32",
@@ -128,6 +130,8 @@ PROTOCOLS = {
     "clean": "--protocol clean",
 }
 """Name → protocol."""
+COMPARED = {"gn": JOINT, "bn": "cifar10-resnet26-bn-joint", "robust": ROBUST}
+"""Name → network."""
 COMPARISONS = {
     **{
         name: f"--methods {BATCHED} --batch 200 {'--shuffle' if name in ('reset', 'continual') else SOME} {protocol}"
@@ -153,6 +157,12 @@ TUNINGS = {
     "--limit 3000",
     "memory": f"{SELECTED} --method rehearsal --lr 0.0005 --constant weight=2.0 --constant drift=0 "
     "--constant memory=0,16,64,256 --limit 3000",
+    **{
+        f"{name}-{method}": f"-c runs/selection-{name}/network.safetensors --precision tf32 --method {method} "
+        "--lr 0.0001,0.0003,0.001,0.003 --limit 2000"
+        for name in ("joint", "bn-joint", "robust")
+        for method in ("tent", "shot", "eta", "eata", "sar", "cotta", "roid", "rotta", "actmad")
+    },
     "drift": f"{SELECTED} --method rehearsal --lr 0.0005 --constant weight=2.0 --constant drift=0,1.2,1.5,2,3 "
     "--levels 1-5 --limit 2000",
     **{
@@ -224,8 +234,21 @@ EVALUATIONS = {
     **{
         f"comparison-{name}-{protocol}": f"-c {network} --data cifar10-c --precision tf32 {options}"
         + ("" if protocol.startswith("gradual") else " --levels 5")
-        for name, network in (("gn", JOINT), ("bn", "cifar10-resnet26-bn-joint"), ("robust", ROBUST))
+        for name, network in COMPARED.items()
         for protocol, options in COMPARISONS.items()
+    },
+    **{
+        f"comparison-{name}-{protocol}-guarded": f"-c {network} --matrix guards --precision tf32 --batch 200 "
+        f"--limit 2000 {PROTOCOLS[protocol]}"
+        for name, network in COMPARED.items()
+        for protocol in ("reset", "continual")
+    },
+    **{
+        f"comparison-{name}-{protocol}-tuned": f"-c runs/tuned-{name}.safetensors --data cifar10-c --levels 5 "
+        f"--precision tf32 --methods tent,shot,eta,eata,sar,cotta,roid,rotta,actmad --batch 200 {SOME} "
+        f"{PROTOCOLS[protocol]}"
+        for name in COMPARED
+        for protocol in ("reset", "continual")
     },
     "comparison-gn-recurring": f"-c {JOINT} --data cifar10-c --levels 5 --precision tf32 --methods {RECURRING} "
     f"--batch 200 {SOME} --protocol recurring",

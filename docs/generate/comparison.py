@@ -51,10 +51,11 @@ def read_rows(network: str) -> dict[str, dict[str, Row]]:
     """The scores with a network by protocol and method; several files may be of one protocol."""
     found: dict[str, dict[str, Row]] = {}
     for protocol in TITLES:
-        for suffix in ("", "-single"):
+        for suffix, title in (("", ""), ("-single", ""), ("-guarded", ""), ("-tuned", "-tuned")):
             file = FOLDER / f"{network}-{protocol}{suffix}.json"
             if (ROOT / file).exists():
-                found.setdefault(protocol, {}).update({row["method"]: row for row in read_file(file)["rows"]})
+                rows = {f"{row['method']}{title}": row for row in read_file(file)["rows"]}
+                found.setdefault(protocol, {}).update(rows)
     return found
 
 

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from testtime import cli, data, resnet26
+from testtime import cli, collect, data, resnet26
 from testtime.adaptation.adapters import Fixed, Online
-from testtime.adaptation.guard import gate
+from testtime.adaptation.guard import Guard, gate
 from testtime.corruptions import CORRUPTIONS
 from testtime.data import DataError
 from testtime.evaluation import (
@@ -908,7 +908,7 @@ def plan_of(study: str) -> Plan:
 def test_every_study_is_a_plan_and_says_what_it_is(name: str) -> None:
     plan = plan_of(name)
     assert plan.title
-    net = resnet26(depth=8)
+    net = collect(resnet26(depth=8), torch.zeros(2, 3, 32, 32))
     for method in plan.methods:
         assert method.describe(net)["mode"] == method.mode
     assert set(read_study(name)) <= set(studies_of._STUDY)
@@ -916,8 +916,8 @@ def test_every_study_is_a_plan_and_says_what_it_is(name: str) -> None:
 
 def test_the_studies_are_the_papers() -> None:
     made = {name: plan_of(name) for name in studies()}
-    ours = "baselines best bn cifar10-1 cifar10-c digits digits-selection fast gradual imagenet-c mild selection steps"
-    ours += " threshold tuning vid-cifar7 vid-robust"
+    ours = "baselines best bn cifar10-1 cifar10-c digits digits-selection fast gradual guards imagenet-c mild"
+    ours += " selection steps threshold tuning vid-cifar7 vid-robust"
     assert studies() == tuple(ours.split())
     assert names(made["cifar10-c"]) == ["cifar10", *(f"cifar10-c/{c}/{n}" for c in CORRUPTIONS for n in range(1, 6))]
     assert names(made["imagenet-c"]) == ["imagenet", *(f"imagenet-c/{c}/5" for c in CORRUPTIONS)]
@@ -933,6 +933,7 @@ def test_the_studies_are_the_papers() -> None:
     assert [(method.name, method.network) for method in made["baselines"].methods] == [("uda", "uda"), ("alp", "alp")]
     assert names(made["baselines"]) == ["cifar10", *(f"cifar10-c/{c}/5" for c in CORRUPTIONS)]
     assert len(names(made["gradual"])) == 3
+    assert all(method.make_settings().guard == Guard() for method in made["guards"].methods)
     assert names(made["best"]) == ["cifar10", *(f"cifar10-c/{c}/5" for c in CORRUPTIONS)]
     assert made["best"].shuffle
     control = MethodSpec("fixed-mirrored", "fixed", settings={"mirrored": True})
