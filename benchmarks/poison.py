@@ -143,8 +143,9 @@ def run_streams(
             for row, stream in enumerate(active):
                 store(stream, orders[stream][step : step + 1], answers[row : row + 1])
     else:
+        online = tt.Online(net, method=method, guard=guard, **settings)
         for stream, order in enumerate(orders):
-            online = tt.Online(net, method=method, guard=guard, **settings)
+            online.reset()
             for first in range(0, len(order), batch):
                 places = order[first : first + batch]
                 store(stream, places, online.predict(*pick(stream, places)))
