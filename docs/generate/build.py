@@ -18,6 +18,7 @@ from . import comparison, errors, figures, imagenet, methods, moving, service, s
 from .documents import fill, table
 from .result_files import (
     CIFAR,
+    CONTROL,
     EARLIER,
     PICTURES,
     ROBUST,
@@ -39,6 +40,9 @@ FIGURES = Path("docs/figures")
 DEMO = Path("results/digits-demo.json")
 FAMILIAR = Path("results/cifar10/familiar.json")
 STREAM = Path("results/digits-stream.json")
+
+HARM = {"clean": "original images in between", "correlated": "sorted by class, almost"}
+"""Names of streams in which learning might harm, and titles."""
 
 Parts = dict[str, str]
 
@@ -233,6 +237,7 @@ def make_rehearsal(past: Path = CIFAR) -> Parts:
         past: The folder of the results of the study `best`.
     """
     files = [file for own in find_past(past).values() for file in own]
+    runs = {title: read_runs(CIFAR / f"harm-{name}.json")[0] for name, title in HARM.items()}
     choices = {
         name: read_file(CIFAR / f"tune-{name}.json") for name in ("ttt", "mirrored", "rehearsal", "memory", "drift")
     }
@@ -245,7 +250,8 @@ def make_rehearsal(past: Path = CIFAR) -> Parts:
         "grid": methods.format_grid(choices["rehearsal"]),
         "drift": methods.format_grid(choices["drift"]),
         "test sets": methods.format_ablation(read_past(past)),
-        "sources of the test sets": format_sources(*files),
+        "streams": streams.format_gaps(runs, methods.BEST, CONTROL),
+        "sources of the test sets": format_sources(*files, *in_cifar(*(f"harm-{name}" for name in HARM))),
         "sources": table(["file", "command"], commands, words=(0, 1)),
     }
 
