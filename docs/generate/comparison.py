@@ -10,12 +10,8 @@ from .documents import link, table
 from .result_files import ROOT, format_command, format_hardware, read_file
 
 FOLDER = Path("results/comparison")
-NETWORKS = {
-    "gn": "cifar10-resnet26-gn-joint",
-    "bn": "cifar10-resnet26-bn-joint",
-    "robust": "cifar10-resnet26-gn-robust",
-}
-"""How the names of files begin, and the networks."""
+NETWORKS = ("gn", "bn", "robust")
+"""How the names of files begin."""
 TITLES = {
     "reset": "reset",
     "continual": "continual",
@@ -85,15 +81,14 @@ def format_costs(speed: Mapping[str, Any]) -> str:
     """
     found = {network: rows for network in NETWORKS if (rows := read_rows(network).get("reset"))}
     times = {row["method"]: row["ms_per_image"] for row in speed["rows"]}
-    first = next(iter(found.values()))
     lines = []
-    for name, row in first.items():
+    for name, row in next(iter(found.values())).items():
         time, state = times.get(SPEED.get(name, name)), row["state_bytes"]
         cells = [f"`{name}`", "" if time is None else f"{time:.2f}", "" if state is None else f"{state / 1024:,.0f}"]
         for rows in found.values():
-            own = rows[name]
-            flips = "" if own["to_right"] is None else f"{own['to_right']:.1f} / {own['to_wrong']:.1f}"
-            cells += [f"{own['ece_after']:.1f}", flips]
+            own = rows.get(name, {"ece_after": None, "to_right": None})
+            cells.append("" if own["ece_after"] is None else f"{own['ece_after']:.1f}")
+            cells.append("" if own["to_right"] is None else f"{own['to_right']:.1f} / {own['to_wrong']:.1f}")
         lines.append(cells)
     heads = [
         f"{title}, {network.upper()}" for network in found for title in ("calibration error", "to right / to wrong")

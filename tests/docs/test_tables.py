@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from generate import build, errors, imagenet, methods, service, speed, streams, variants
+from generate import build, comparison, errors, imagenet, methods, service, speed, streams, variants
 from generate.result_files import by_level, compare, read_past, time_methods
 
 from report_runs import make_columns, make_run
@@ -276,3 +277,29 @@ def test_gaps_along_streams_are_of_corrupted_and_of_original_images(tmp_path: Pa
         assert float(shifted[place]) * 0.4 + float(original[place]) * 0.2 == pytest.approx(wrong[method], abs=0.02)
     difference = float(shifted[5].replace("−", "-"))
     assert difference == pytest.approx(float(shifted[3]) - float(shifted[4]), abs=0.011)
+
+
+def test_the_comparison_joins_files_of_a_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def score(method: str, error: float, collapsed: int = 0, clean: float | None = None) -> dict[str, Any]:
+        flips = {"to_right": 3.0, "to_wrong": 1.0} if method != "fixed" else {"to_right": None, "to_wrong": None}
+        shown = {"interval": [error - 1, error + 2], "clean": clean, "collapsed": collapsed, "ece_after": 5.0}
+        return {"method": method, "error": error, "state_bytes": 2048, **shown, **flips}
+
+    held = {
+        "gn-reset.json": [score("fixed", 30.0, 1, 7.0), score("tent", 20.0, 2, 8.0)],
+        "gn-reset-single.json": [score("online", 10.0)],
+        "gn-batch-1.json": [score("tent", 80.0)],
+    }
+    for name, rows in held.items():
+        (tmp_path / name).write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(comparison, "ROOT", tmp_path)
+    monkeypatch.setattr(comparison, "FOLDER", Path())
+    monkeypatch.setattr(comparison, "read_file", lambda file: json.loads((tmp_path / file).read_text()))
+    assert list(comparison.find_files()) == ["gn"]
+    shown = comparison.format_errors("gn")
+    assert shown.splitlines()[0].split("|")[2:-1] == [" reset ", " batch 1 "]
+    assert row(shown, "`tent`") == ["20.0 ± 1.5 / 8.0 ‡", "80.0 ± 1.5"]
+    assert row(shown, "`online`") == ["10.0 ± 1.5", ""]
+    costs = comparison.format_costs({"rows": [{"method": "ttt", "ms_per_image": 2.0}]})
+    assert row(costs, "`online`") == ["2.00", "2", "5.0", "3.0 / 1.0"]
+    assert row(costs, "`fixed`") == ["", "2", "5.0", ""]
