@@ -220,7 +220,7 @@ def test_the_hub_and_custom_models(tmp_path: Path) -> None:
 def test_onnx_runtime_computes_what_torch_computes(name: str, tmp_path: Path) -> None:
     net = tt.load(name)
     images = tt.Draws.of(0, torch.arange(7)).uniform(net.channels or 1, net.card.size or 1, net.card.size or 1)
-    adapter = tt.Online(net, lr=0.02, copies=2, statistics="source", guard=math.inf)
+    adapter = tt.Online(net, lr=0.005, copies=2, statistics="source", guard=math.inf)
     adapter.predict(images)
     difference = export(adapter, tmp_path / "net.onnx")
     session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"))
