@@ -41,7 +41,7 @@ DEMO = Path("results/digits-demo.json")
 FAMILIAR = Path("results/cifar10/familiar.json")
 STREAM = Path("results/digits-stream.json")
 
-HARM = {"clean": "original images in between", "correlated": "sorted by class, almost"}
+HARM = {"clean": "original images in between", "mixed": "mixed", "correlated": "sorted by class, almost"}
 """Names of streams in which learning might harm, and titles."""
 
 Parts = dict[str, str]
