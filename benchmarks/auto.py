@@ -58,14 +58,16 @@ def measure(
 ) -> Iterator[dict]:
     """Yield a row for each set: drift, accuracies, and the estimate of that of `Auto`."""
     settings: dict[str, Any] = {**tt.recommend(net), "precision": given.precision}
+    auto = tt.Auto(net, calibration=calibration, **settings)
     adapters = {
         "fixed": tt.Fixed(net, precision=given.precision),
         "online": tt.Online(net, **settings),
-        "auto": tt.Auto(net, calibration=calibration, **settings),
+        "auto": auto,
     }
     for name in sets:
         test_set = tt.data.open(name)
         row: dict[str, Any] = {"set": name, "level": int(name.rsplit("/", 1)[1]) if "/" in name else 0}
+        right: list[bool] = []
         for mode, adapter in adapters.items():
             adapter.reset()
             records = list(tt.evaluate(adapter, test_set, shuffle=True, limit=given.limit))
@@ -73,15 +75,10 @@ def measure(
             row |= {"images": len(right), mode: sum(right) / len(right)}
             if mode == "fixed":
                 losses = [record.loss_before for record in records]
-                row["drift"] = float(measure_drift(sum(losses) / len(losses), find_reference(net, name)))
-            if isinstance(adapter, tt.Auto):
-                estimate, last = adapter.estimate_accuracy(), right[-WINDOW:]
-                assert estimate is not None
-                row |= {
-                    "learned": adapter.adapted / len(right),
-                    "estimate": list(estimate),
-                    "last": sum(last) / len(last),
-                }
+                row["drift"] = float(measure_drift(sum(losses) / len(losses), auto.reference))
+        estimate, last = auto.estimate_accuracy(), right[-WINDOW:]  # `auto` is the last
+        assert estimate is not None
+        row |= {"learned": auto.adapted / len(right), "estimate": list(estimate), "last": sum(last) / len(last)}
         yield row
 
 

@@ -145,7 +145,7 @@ COMPARISONS = {
         for suffix, methods in (("", BATCHED), ("-single", SINGLE))
     },
     "seeds": f"--methods {BATCHED},{SINGLE} --batch 200 --limit 1000 --shuffle --seed 0 --seed 1 --seed 2",
-    "memo": f"--methods memo {SOME}",
+    "reset-memo": f"--methods memo {SOME}",
 }
 """Name → arguments of the comparison of methods; those that learn from single images run on their own."""
 RECURRING = "fixed,tent,eata,cotta,roid,online,best"

@@ -47,7 +47,7 @@ def read_rows(network: str) -> dict[str, dict[str, Row]]:
     """The scores with a network by protocol and method; several files may be of one protocol."""
     found: dict[str, dict[str, Row]] = {}
     for protocol in TITLES:
-        for suffix, title in (("", ""), ("-single", ""), ("-guarded", ""), ("-tuned", "-tuned")):
+        for suffix, title in (("", ""), ("-single", ""), ("-memo", ""), ("-guarded", ""), ("-tuned", "-tuned")):
             file = FOLDER / f"{network}-{protocol}{suffix}.json"
             if (ROOT / file).exists():
                 rows = {f"{row['method']}{title}": row for row in read_file(file)["rows"]}
