@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Precision = Literal["fp32", "tf32", "bf16"]
+
+# Not cuDNN's, whose gradients in bfloat16 are not always finite on Hopper GPUs.
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def choose_precision(device: torch.device) -> Precision:
@@ -32,7 +36,7 @@ def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
     """Compute in `precision` within the context, whatever the caller's settings, which are restored at the end.
 
     Float32 products on CUDA use full precision ("fp32") or TF32. cuDNN is restricted to deterministic algorithms,
-    because a resumed stream must continue bit for bit. Autocast is disabled.
+    because a resumed stream must continue bit for bit, and not used for attention. Autocast is disabled.
     """
     if device.type != "cuda":
         with torch.autocast(device.type, enabled=False):
@@ -44,6 +48,7 @@ def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
         with (
             torch.autocast("cuda", enabled=False),
             torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=precision != "fp32"),
+            sdpa_kernel(_ATTENTION),
         ):
             yield
     finally:
