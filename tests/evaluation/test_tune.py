@@ -179,6 +179,18 @@ def test_equal_settings_are_refused(network: str) -> None:
         make_tuning_plan(network, make_grid("ttt", None, {"lr": "0.001,1e-3"}))
 
 
+def test_batches_are_as_large_as_asked_for(network: str, tmp_path: Path) -> None:
+    def learn(batch: int | None) -> Run:
+        grid = make_grid("tent", None, {"lr": "0.1"}, statistics="source")
+        plan = make_tuning_plan(network, grid, data=["digits-held-out"], limit=6, batch=batch)
+        run = run_plan(plan, tmp_path / f"run-{batch}")
+        assert choose(plan, run)["batch"] == batch
+        return run
+
+    losses = [learn(batch).units[-1].columns()["loss_after"].tolist() for batch in (None, 6, 2)]
+    assert losses[0] == losses[1] != losses[2]
+
+
 def test_the_sets_are_those_of_the_networks_training_data(network: str, tmp_path: Path) -> None:
     plan = make_tuning_plan(network, make_grid("ttt", None, {"lr": "1"}), seeds=[2], limit=9)
     assert names(plan) == HELD_OUT

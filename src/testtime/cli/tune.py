@@ -64,6 +64,14 @@ Data = Annotated[
         show_default="those of the network's training data",
     ),
 ]
+Batch = Annotated[
+    int | None,
+    Option(
+        min=1,
+        help="Images per call of the method: as many as it will see, if it learns from batches.",
+        show_default="by the size of images, and the device",
+    ),
+]
 Levels = Annotated[str, Option(help="Severity levels of corrupted sets: 1-5, 5 or 1,3.")]
 
 
@@ -84,6 +92,7 @@ def tune(
     precision: Precision = None,
     data: Data = None,
     levels: Levels = "5",
+    batch: Batch = None,
     limit: Limit = None,
     seed: Seeds = None,
     data_root: DataRoot = None,
@@ -100,7 +109,7 @@ def tune(
     Examples:
       testtime train --data digits --hold-out 300 --out runs/selection
       testtime tune -c runs/selection/network.safetensors --lr 0.001,0.003
-      testtime tune -c net.safetensors --method tent --lr 0.001,0.002 --steps 1,2
+      testtime tune -c net.safetensors --method tent --lr 0.001,0.002 --batch 64
       testtime tune -c net.safetensors --method rehearsal --constant weight=0.5,1
       testtime tune -m timm:resnet18 --weights w.pth --data cifar10-held-out-c \\
         --method tent --lr 0.001,0.002
@@ -123,6 +132,7 @@ def tune(
     out = out or name_folder("tune", context.params)
     same: dict[str, Any] = {} if precision is None else {"precision": precision}
     sets: dict[str, Any] = {"data": data, "levels": levels, "seeds": seed, "limit": limit, "data_root": data_root}
+    sets["batch"] = batch
     with as_bad_arguments(FileError):
         network = add_options(checkpoint, weights, classes)
         plan = tune.make_tuning_plan(network, tune.make_grid(method, mode, values, **same), **sets)

@@ -19,6 +19,7 @@ from testtime.adaptation.methods import Mode, find_method
 from testtime.data.held_out import COUNTS, find_training_data
 from testtime.evaluation.method_specs import JOINT, MethodSpec, override
 from testtime.evaluation.plan import Plan, find_sets
+from testtime.evaluation.protocols import Protocol
 from testtime.evaluation.study import split_words
 from testtime.evaluation.units import Run, Unit
 from testtime.networks.sources import open_network
@@ -81,6 +82,7 @@ def make_tuning_plan(
     levels: str = "5",
     seeds: Sequence[int] | None = None,
     limit: int | None = None,
+    batch: int | None = None,
     data_root: str | Path | None = None,
 ) -> Plan:
     """Make the plan of a tuning run: every method of a grid, and the unadapted network, on held-out sets.
@@ -92,6 +94,7 @@ def make_tuning_plan(
         levels: Levels of the corrupted sets.
         seeds: Seeds; 0 by default.
         limit: Maximum number of images per set.
+        batch: Images per call of a method, which matters to those that learn from batches; None chooses by image size.
         data_root: Root folder of the data sets.
 
     Raises:
@@ -113,6 +116,7 @@ def make_tuning_plan(
         limit=limit,
         data_root=None if data_root is None else str(data_root),
         title="Settings on held-out images",
+        protocol=Protocol(batch=batch),
         selection=True,
     )
 
@@ -125,8 +129,8 @@ def choose(plan: Plan, run: Run) -> dict[str, Any]:
         run: The run.
 
     Returns:
-        JSON-serializable: the rule, the sets and their numbers of images, the seeds, the method, the errors of all
-        settings in ascending order, and the chosen settings.
+        JSON-serializable: the rule, the sets and their numbers of images, the seeds, the method, the images per call
+        if given, the errors of all settings in ascending order, and the chosen settings.
     """
     table: list[dict[str, Any]] = []
     for spec in plan.methods:
@@ -146,6 +150,7 @@ def choose(plan: Plan, run: Run) -> dict[str, Any]:
         "seeds": list(plan.seeds),
         "method": plan.methods[-1].method,
         "mode": plan.methods[-1].mode,
+        "batch": plan.protocol.batch,
         "table": table,
         "chosen": {"name": chosen["name"], "settings": chosen["settings"]},
     }
