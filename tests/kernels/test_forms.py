@@ -76,6 +76,19 @@ def test_small_convolutions_on_cuda_are_one_of_many_groups(
     check(layer, x, monkeypatch, numbers(1, *layer(x).shape))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("stride", [1, (2, 3)])
+def test_convolutions_of_single_pixels_on_cuda_are_matrix_products(
+    stride: int | tuple[int, int], bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_cuda_rows("convolve", monkeypatch)
+    layer = stack(nn.Conv2d(5, 7, 1, stride, bias=bias), 3)
+    x = numbers(0, 6, 5, 9, 7).contiguous(memory_format=torch.channels_last)
+    assert kernels.find("convolve", x, layer.weight, layer.bias, layer.form, None) is forms.convolve_pointwise
+    assert layer(x).is_contiguous(memory_format=torch.channels_last)
+    check(layer, x, monkeypatch, numbers(1, *layer(x).shape))
+
+
 @pytest.mark.skipif(not build.available(), reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("shape", "form"),

@@ -222,6 +222,10 @@ def _groups_are_faster(x: Tensor, weight: Tensor, bias: Tensor | None, form: Con
     return count > 1 and max(outputs, inputs) <= _GROUPED_CHANNELS and pixels * outputs < _GROUPED_NUMBERS
 
 
+def _is_pointwise(x: Tensor, weight: Tensor, bias: Tensor | None, form: ConvolutionForm, *_: Any) -> bool:
+    return len(weight) > 1 and weight.shape[3:] == (1, 1) and form.groups == 1 and form.padding in ((0, 0), "valid")
+
+
 def _cpu_takes(x: Tensor, channels: int) -> bool:
     """Whether the C++ kernels accept images x, with at most `channels` channels in any layer."""
     fits = x.dtype == torch.float32 and x.dim() == 4 and x.numel() > 0
@@ -349,6 +353,7 @@ TABLE: dict[tuple[str, str], tuple[Kernel, ...]] = {
     ("normalise", "cuda"): (Kernel("cuda.views:normalise", _cuda_normalises, _has_triton),),
     ("convolve", "cuda"): (
         Kernel("cuda.convolution:convolve", _cuda_convolves, _has_triton),
+        Kernel("forms:convolve_pointwise", _is_pointwise, _always),
         Kernel("forms:convolve_grouped", _groups_are_faster, _always),
     ),
     ("convolve", "cpu"): (
