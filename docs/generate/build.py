@@ -14,7 +14,20 @@ from testtime.report.correlation import Joined, join
 from testtime.report.results import Results, collect
 from testtime.storage import printable, write_atomic
 
-from . import comparison, errors, figures, imagenet, methods, moving, service, speed, streams, trainings, variants
+from . import (
+    comparison,
+    errors,
+    figures,
+    imagenet,
+    methods,
+    moving,
+    photographs,
+    service,
+    speed,
+    streams,
+    trainings,
+    variants,
+)
 from .documents import fill, table
 from .result_files import (
     CIFAR,
@@ -290,12 +303,21 @@ def make_comparison() -> Parts:
 def make_photographs() -> Parts:
     """The parts of the page on photographs."""
     whole, some = (read_results(name, folder=PICTURES) for name in ("level-5", "standard-level-5"))
+    joint, robust = (read_results(f"{name}-level-5", folder=PICTURES) for name in ("tf32", "robust"))
+    files = {"joint": PICTURES / "motion-blur.json", "robust": PICTURES / "motion-blur-robust.json"}
+    blurred = {name: read_file(file) for name, file in files.items()}
     return {
         "accuracy": _format_accuracy(whole),
         "accuracy of TTT": _format_accuracy(some),
         "gains": errors.format_gains({"episodic": some, "online": whole}),
+        "joint": _format_accuracy(joint),
+        "robust": _format_accuracy(robust),
+        "motion blur": photographs.format_directions(blurred),
+        "motion blur by class": photographs.format_classes(blurred["joint"]),
         "familiar": errors.format_familiar(read_file(FAMILIAR)),
-        "sources": format_sources(PICTURES / "level-5.json", PICTURES / "standard-level-5.json"),
+        "sources": format_sources(
+            *(PICTURES / f"{name}.json" for name in ("level-5", "standard-level-5", "tf32-level-5", "robust-level-5"))
+        ),
     }
 
 
