@@ -33,7 +33,7 @@ def format_directions(documents: Mapping[str, Document]) -> str:
     variants = [row["set"] for row in next(iter(documents.values()))["rows"]]
     lines = []
     for variant in variants:
-        cells = [TITLES.get(variant, variant)]
+        cells = [_name_variant(variant)]
         for held in documents.values():
             (row,) = (row for row in held["rows"] if row["set"] == variant)
             fixed, online = 100 * row["fixed"], 100 * row["online"]
@@ -49,4 +49,8 @@ def format_classes(held: Document) -> str:
     for place, name in enumerate(held["classes"]):
         gaps = [100 * (row["online_by_class"][place] - row["fixed_by_class"][place]) for row in rows]
         lines.append([CLASSES.get(name, name), *map(points, gaps)])
-    return table(["`online` minus `fixed`, points", *(TITLES.get(row["set"], row["set"]) for row in rows)], lines)
+    return table(["`online` minus `fixed`, points", *(_name_variant(row["set"]) for row in rows)], lines)
+
+
+def _name_variant(name: str) -> str:
+    return TITLES.get(name, name)
