@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from adapters import pictures
 from models import Flattening, Residual, VisionTransformer, sequential
 from testtime import Episodic, Fixed, Online, YNet, resnet18, resnet26, split
+from testtime.networks.batch_norms import Statistics
 from testtime.networks.replicas import PARTS, Replicas, put_rows
 from testtime.randomness import Draws
 
@@ -248,6 +249,20 @@ def test_replicas_answer_as_separate_networks(name: str) -> None:
             assert torch.allclose(logits[s], one(images[s]), atol=1e-5, rtol=1e-4)
             assert torch.allclose(outputs[s], one.self_supervise(images[s]), atol=1e-5, rtol=1e-4)
         assert not torch.allclose(logits[0], nets[1](images[0]), atol=1e-3)  # they do differ
+
+
+@pytest.mark.parametrize("name", ["resnet26 group", "resnet26 batch", "sequential", FOLDING])
+@pytest.mark.parametrize("statistics", ["source", "batch"])
+@pytest.mark.parametrize("side", [16, 12])
+def test_both_branches_answer_as_each_alone(name: str, statistics: Statistics, side: int) -> None:
+    replicas, _ = different_replicas(net_of(name), 2, 16)
+    replicas.batch_norms.use(statistics)
+    views = pictures(8, size=side).view(2, 4, 3, side, side)
+    images = (pictures(6, seed=5) * 255).byte().view(2, 3, 3, 16, 16)
+    with torch.no_grad():
+        found, expected = replicas.compute_both(views, images), (replicas.self_supervise(views), replicas(images))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 def gradients_alone(net: YNet, images: Tensor) -> dict[str, Tensor]:

@@ -134,6 +134,16 @@ class Replicas:
         outputs = self._compute_in_halves(views, "ssl")
         return self.supervise(self.encode(views)) if outputs is None else outputs
 
+    def compute_both(self, views: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the task's outputs of views and the class logits of images, encoded in one pass if possible."""
+        encoder = self.parts["encoder"]  # stacked, it is known to treat images independently, but for their statistics
+        independent = isinstance(encoder, StackedPart) and self.batch_norms.statistics != "batch"
+        if not independent or views.shape[2:] != images.shape[2:]:
+            return self.self_supervise(views), self(images)
+        features = encoder(torch.cat([self._prepare(views), self._prepare(images)], dim=1))
+        first, second = features.split([views.shape[1], images.shape[1]], dim=1)
+        return self.supervise(first), self.classify(second)
+
     def _compute_in_halves(self, images: Tensor, branch: Part) -> Tensor | None:
         chain: tuple[Part, ...] = ("encoder", branch)
         if not (torch.is_grad_enabled() and self._separable.issuperset(chain)):
