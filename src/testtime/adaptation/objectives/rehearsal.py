@@ -5,6 +5,7 @@ TTT (Sun et al. 2020) with the information maximisation of SHOT (Liang et al. 20
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from testtime.adaptation.objectives.entropy import measure_entropy
 from testtime.adaptation.objectives.self_supervision import SelfSupervision
+from testtime.adaptation.prediction import Observation, Unclassified
 from testtime.adaptation.settings import Settings
 from testtime.augment import as_floats
 from testtime.kernels import possibly_any
@@ -20,13 +22,22 @@ from testtime.networks.replicas import Replicas
 from testtime.networks.task_loss import EASY, read_task_loss
 from testtime.randomness import Draws
 
+_FEW, _MANY = 0.6, 0.9  # entropy of the classes of a stream, relative to the maximum
+_LEAST = 0.05  # added to the losses, so that the chance of small ones does not count
+
 
 class Rehearsal(SelfSupervision):
     """The task on copies of the image, plus information maximisation on crops drawn from a memory of recent images.
 
     The memory holds the last `memory` images of a stream, in 8 bits; 0 does without. As many crops are drawn from it as
     there are copies. Their loss, the mean entropy minus the entropy of the mean prediction, has the weight `weight`,
-    and proportionally less while the memory is being filled.
+    and proportionally less while the memory is being filled, or while the stream has few classes: times the entropy of
+    the mean prediction of the original network on recent images, relative to that of equal frequencies.
+
+    Answers are a mixture of those of the adapted and of the original network. What counts is whose loss in the task,
+    on plain images before learning from them, was lower: with the ratio r of the moving averages, of the original
+    network's to the adapted one's, the adapted network has the weight sigmoid(sharpness · (log r + margin)). If log r
+    stays below -margin, the stream starts again from the original network. A `sharpness` of 0 does without it.
 
     A stream learns only while the task is harder than in training: while the moving average of its loss on the copies
     exceeds `drift` times the loss in training, see `read_task_loss`. The average starts at that limit. A `drift` of 0,
@@ -34,6 +45,7 @@ class Rehearsal(SelfSupervision):
     """
 
     memory, weight, drift, momentum = 64, 2.0, EASY, 0.99
+    sharpness, margin, recent, lasting = 40.0, 0.2, 0.9, 0.98
     epsilon = 1e-5
     compares = True
     """That it compares with the statistics of training images, if there are any."""
@@ -50,43 +62,104 @@ class Rehearsal(SelfSupervision):
             self._images = torch.zeros(shape, dtype=torch.uint8, device=device)
             self._seen = torch.zeros(replicas.count, dtype=torch.int64, device=device)
             self.state |= {"images": self._images.clone(), "seen": self._seen.clone()}
+        self._original: SelfSupervision | None = None
+        if self.sharpness and settings.measure_loss:
+            original = Replicas(replicas.net, replicas.count, (), replicas.example, replicas.dtype)
+            original.batch_norms.use("source")
+            self._original = SelfSupervision(original, settings, later)
+            empty = torch.zeros(replicas.count, 2 + self.count_classes(), dtype=torch.float32, device=device)
+            self.state |= {
+                "recent": empty[:, :2].clone(),
+                "lasting": empty[:, :2].clone(),
+                "classes": empty[:, 2:].clone(),
+            }
 
     def begin(self, images: Tensor, wanted: Tensor) -> None:
+        if self._original is not None:
+            self._wanted, self._seen_by_original = wanted, self.later(self._original.observe, images)
         if self.memory:
             held = self.state["images"], self.state["seen"]
             self._images, self._seen = add_images(*held, (as_floats(images) * 255).round().byte(), wanted)
 
     def total(self, images: Tensor, draws: Draws, weights: Tensor) -> Tensor:
-        losses = (self.loss(images, draws) * weights).sum(1)
+        views, targets = self.make_views(images, draws)
+        logits: Tensor | None = None
+        if not (self.memory and self.weight):
+            outputs = self.replicas.self_supervise(views)
+        elif self.replicas.batch_norms.move:
+            outputs = self.replicas.self_supervise(views)
+            # Classes are predicted with running statistics, which only views move.
+            self.replicas.batch_norms.train(False)
+            logits = self.replicas(self._draw(draws))
+        else:
+            outputs, logits = self.replicas.compute_both(views, self._draw(draws))
+        losses = (self.compare(outputs, targets, images) * weights).sum(1)
         if self._limit:
             remaining = self.momentum ** (weights > 0).sum(1).float()
             self._average = torch.lerp(losses.detach(), self.state["average"], remaining)
             self.skipped = ~(self._average > self._limit)
             if not possibly_any(~self.skipped):
                 return losses.sum() * 0
-        if not (self.memory and self.weight):
+        if logits is None:
             return losses.sum()
-        filled = self._seen.clamp(max=int(self.memory)) / self.memory
-        return (losses + self.weight * filled * self._inform(draws)).sum()
+        weight = self.weight * self._seen.clamp(max=int(self.memory)) / self.memory
+        if self._original is not None:
+            weight = weight * measure_diversity(self.state["classes"])
+        return (losses + weight * self._inform(logits.float())).sum()
 
     def update(self, draws: Draws) -> None:
         new = {"average": self._average} | ({"images": self._images, "seen": self._seen} if self.memory else {})
-        for name, tensor in self.state.items():
-            tensor.copy_(new[name])
+        for name in new.keys() & self.state.keys():
+            self.state[name].copy_(new[name])
 
-    def _inform(self, draws: Draws) -> Tensor:
-        """Return the mean entropy on crops drawn from the memory minus the entropy of their mean prediction, `(S,)`."""
+    def complete(self, *measured: Observation | Unclassified) -> list[Observation]:
+        observed = super().complete(*measured)
+        if self._original is None or len(observed) == 1:  # nothing was learned
+            return observed
+        original, wanted = self._seen_by_original.result(), self._wanted.float()
+        losses = torch.stack([original.loss, observed[0].loss], -1)  # (S, B, 2)
+        self._follow("recent", losses, wanted, self.recent)
+        self._follow("lasting", losses, wanted, self.lasting)
+        self._follow("classes", original.logits.softmax(-1), wanted, 1 - 1 / max(self.memory, 1))
+        trust = (self.sharpness * (self._compare("recent") + self.margin)).sigmoid().view(-1, 1, 1)
+        return [one._replace(logits=torch.lerp(original.logits, one.logits, trust)) for one in observed]
+
+    def expired(self) -> Tensor | None:
+        return None if self._original is None else self._compare("lasting") < -self.margin
+
+    def _compare(self, name: str) -> Tensor:
+        """Return the logarithm of the ratio of the losses of the original network and of the adapted one, `(S,)`."""
+        theirs, ours = (self.state[name] + _LEAST).log().unbind(1)
+        return theirs - ours
+
+    def _follow(self, name: str, values: Tensor, wanted: Tensor, momentum: float) -> None:
+        """Move an average `(S, n)` to the mean of the values `(S, B, n)` of wanted images, `(S, B)`."""
+        counts = wanted.sum(1, keepdim=True)
+        mean = (values * wanted.unsqueeze(-1)).sum(1) / counts.clamp(min=1)
+        self.state[name].lerp_(mean, 1 - momentum**counts)
+
+    def _draw(self, draws: Draws) -> Tensor:
+        """Return crops drawn from the memory, `(S, copies, C, h, w)`."""
         keys = Draws(draws.keys[:, 0]).purpose("memory").copies(self.settings.copies)  # (S, n)
         slots = keys.purpose("slot").integers(self._seen.clamp(max=int(self.memory)).unsqueeze(1))
         drawn = self._images.gather(1, slots.view(*slots.shape, 1, 1, 1).expand(-1, -1, *self._images.shape[2:]))
         assert self.settings.augment is not None
-        crops = self.settings.augment(drawn.flatten(0, 1), Draws(keys.keys.view(-1, 1)))[:, 0]
-        if self.replicas.batch_norms.move:
-            # Classes are predicted with running statistics, which only views move.
-            self.replicas.batch_norms.train(False)
-        logits = self.replicas(crops.unflatten(0, slots.shape)).float()
+        return self.settings.augment(drawn.flatten(0, 1), Draws(keys.keys.view(-1, 1)))[:, 0].unflatten(0, slots.shape)
+
+    def _inform(self, logits: Tensor) -> Tensor:
+        """Return the mean entropy of predictions `(S, n, K)` minus the entropy of their mean, `(S,)`."""
         mean = logits.softmax(-1).mean(1)
         return measure_entropy(logits).mean(1) + (mean * (mean + self.epsilon).log()).sum(1)
+
+
+def measure_diversity(classes: Tensor) -> Tensor:
+    """Return how diverse classes are by their frequencies `(S, K)`, up to a factor, in [0, 1], `(S,)`.
+
+    It is linear in the entropy: 0 up to 0.6 and 1 from 0.9 of that of equal frequencies.
+    """
+    shares = classes / classes.sum(1, keepdim=True).clamp(min=torch.finfo(classes.dtype).tiny)
+    entropy = torch.special.entr(shares).sum(1) / math.log(max(classes.shape[1], 2))
+    return ((entropy - _FEW) / (_MANY - _FEW)).clamp(0, 1)
 
 
 def add_images(held: Tensor, seen: Tensor, images: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,13 +17,22 @@ class SelfSupervision(Objective):
     augments = True
 
     def loss(self, images: Tensor, draws: Draws) -> Tensor:
-        settings, count = self.settings, len(images)
+        views, targets = self.make_views(images, draws)
+        return self.compare(self.replicas.self_supervise(views), targets, images)
+
+    def make_views(self, images: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Return views `(S, B·copies·V, C, h, w)` of images `(S, B, C, H, W)`, and their targets, concatenated."""
+        settings = self.settings
         assert settings.task is not None
         assert settings.augment is not None
         given = images.flatten(0, 1), draws.flatten(), settings.copies, settings.augment, settings.task
-        views, targets = make_views(*given)  # (S·B·copies·V, C, h, w)
-        outputs = self.replicas.self_supervise(views.unflatten(0, (count, -1)))
-        losses = settings.task.loss(outputs.flatten(0, 1), targets)
+        views, targets = make_views(*given)
+        return views.unflatten(0, (len(images), -1)), targets
+
+    def compare(self, outputs: Tensor, targets: Tensor, images: Tensor) -> Tensor:
+        """Return the loss `(S, B)` of the task's outputs on the views of images."""
+        assert self.settings.task is not None
+        losses = self.settings.task.loss(outputs.flatten(0, 1), targets)
         return losses.view(*images.shape[:2], -1).mean(-1)
 
     def observe(self, images: Tensor) -> Observation:
