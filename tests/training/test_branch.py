@@ -27,6 +27,7 @@ from testtime.data.sets import TensorSet
 from testtime.networks import CheckpointError, YNet, load, resnet26
 from testtime.networks.card import Card
 from testtime.networks.statistics import collect
+from testtime.networks.task_loss import read_task_loss
 from testtime.progress import Progress
 from testtime.randomness import Draws
 from testtime.training import BranchRecipe, TrainingError, fit_branch, pool, shuffle
@@ -432,7 +433,13 @@ def test_a_loss_that_explodes_is_reported_and_the_checkpoint_remains(tmp_path: P
 def test_statistics_stay_with_the_weights_they_belong_to() -> None:
     net = resnet26(3, depth=8, channels=1, size=8)
     collect(net, IMAGES, count=10)
-    assert fit_branch(copy.deepcopy(net), IMAGES, **SHORT).statistics is not None
+    fitted = fit_branch(copy.deepcopy(net), IMAGES, **SHORT)
+    assert fitted.statistics is not None
+    assert net.statistics is not None
+    assert net.statistics.about.keys() - fitted.statistics.about.keys() == {"task", "task_loss"}  # of the old branch
+    known = read_task_loss(fitted)
+    assert known is not None
+    assert known.loss == fitted.card.record["branch"]["training"]["loss"]
     assert fit_branch(copy.deepcopy(net), IMAGES, **SHORT, joint=True).statistics is None
 
 

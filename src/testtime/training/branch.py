@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,10 @@ def _describe(training: BranchTraining, configuration: dict[str, Any], history: 
     net.describe(record={**net.card.record, "branch": about})
     if training.recipe.joint:
         net.statistics = None  # those of other weights
+    elif net.statistics is not None:
+        about = net.statistics.about
+        left = {key: value for key, value in about.items() if key not in ("task", "task_loss")}  # of another branch
+        net.statistics = replace(net.statistics, about=left)
 
 
 def format_branch(about: dict[str, Any]) -> str:
