@@ -58,6 +58,8 @@ TRAININGS = {
     "selection-joint": "--data cifar10 --hold-out 5000 --precision tf32",
     "selection-bn-joint": "--data cifar10 --hold-out 5000 --norm batch --precision tf32",
     "selection-robust": "--data cifar10 --hold-out 5000 --recipe robust --precision tf32",
+    "selection-short": "--data cifar10 --hold-out 5000 --views random --epochs 25",
+    "selection-bn-short": "--data cifar10 --hold-out 5000 --views random --epochs 25 --norm batch",
     "joint": "--data cifar10 --seeds 0-2 --precision tf32",
     "robust": "--data cifar10 --recipe robust --seeds 0-2 --precision tf32",
     "robust-x2": "--data cifar10 --recipe robust --width 2 --epochs 75 --precision tf32",
@@ -66,7 +68,7 @@ TRAININGS = {
     "bn-plain": "--data cifar10 --norm batch --method plain --precision tf32",
     "alp": "--data cifar10 --method alp --precision tf32",
     "uda": f"--data cifar10 --method uda --targets '{UDA_SETS}' --start {JOINT} --epochs 18 --lr 0.004 "
-    "--views random --precision tf32",
+    "--views random --precision bf16",
     **{
         f"vit-{name}": f"--data cifar10 --hold-out 5000 --network vit --statistics 0 --precision bf16 {setting}"
         for name, setting in (
@@ -77,11 +79,11 @@ TRAININGS = {
             ("rotation-robust", "--views random --recipe robust --epochs 100"),
         )
     },
-    "photographs-joint": f"{PHOTOGRAPHS} --epochs 240",
-    "photographs-plain": f"{PHOTOGRAPHS} --epochs 240 --method plain",
-    "photographs-robust": f"{PHOTOGRAPHS} --epochs 120 --recipe robust",
+    "photographs-tf32": f"{PHOTOGRAPHS} --epochs 160",
+    "photographs-robust": f"{PHOTOGRAPHS} --epochs 80 --recipe robust",
 }
-"""Name → arguments of `testtime train`. Settings of the ViTs are chosen with themselves, on images they never saw."""
+"""Name → arguments of `testtime train`. Settings of the ViTs are chosen with themselves, on images they never saw;
+others with the networks whose names begin with `selection-`."""
 
 WAYS = {
     "6": "--copy --epochs 6",
@@ -105,6 +107,7 @@ FITS = {
     },
     "vit-branch": "-c runs/vit-plain/network.safetensors --data cifar10 --hold-out 5000 --copy --epochs 20 "
     "--optimizer adamw --precision bf16",
+    "branch": "-c cifar10-resnet26-gn-plain --data cifar10 --hold-out 0 --copy --epochs 20",
     **{
         f"branch-{norm}-{way}-{seed}": f"-c cifar10-resnet26-{norm}-plain --data cifar10 --hold-out 0 --seed {seed} "
         f"--precision bf16 {options}"
@@ -117,7 +120,7 @@ FITS = {
 
 SOME = "--limit 2000 --shuffle"
 BATCHED = "fixed,norm,tent,shot,eta,eata,rdumb,sar,cotta,lame,t3a,roid,rotta,actmad"
-SINGLE = "dua,online,mirrored,best"
+SINGLE = "fixed,online,best"
 PROTOCOLS = {
     "reset": "--protocol reset",
     "continual": "--protocol continual",
@@ -133,22 +136,21 @@ PROTOCOLS = {
 COMPARED = {"gn": JOINT, "bn": "cifar10-resnet26-bn-joint", "robust": ROBUST}
 """Name → network."""
 COMPARISONS = {
-    **{
-        name: f"--methods {BATCHED} --batch 200 {'--shuffle' if name in ('reset', 'continual') else SOME} {protocol}"
-        for name, protocol in PROTOCOLS.items()
-    },
+    **{name: f"--methods {BATCHED} --batch 200 {SOME} {protocol}" for name, protocol in PROTOCOLS.items()},
     **{f"{name}-single": f"--methods {SINGLE} --batch 200 {SOME} {protocol}" for name, protocol in PROTOCOLS.items()},
     "batch-1": f"--methods fixed,norm,tent,eata,rotta --batch 1 {SOME}",
-    **{f"batch-{batch}": f"--methods {BATCHED} --batch {batch} {SOME}" for batch in (16, 64)},
+    **{f"batch-{batch}": f"--methods {BATCHED} --batch {batch} --limit 500 --shuffle" for batch in (16, 64)},
     **{
-        f"gradual{suffix}": f"--methods {methods} --batch 200 --limit 500 --shuffle --protocol gradual"
+        f"{name}{suffix}": f"--methods {methods} --batch 200 --shuffle {options}"
+        for name, options in (
+            ("gradual", "--limit 200 --protocol gradual"),
+            ("seeds", "--limit 1000 --seed 0 --seed 1 --seed 2"),
+        )
         for suffix, methods in (("", BATCHED), ("-single", SINGLE))
     },
-    "seeds": f"--methods {BATCHED},{SINGLE} --batch 200 --limit 1000 --shuffle --seed 0 --seed 1 --seed 2",
     "reset-memo": f"--methods memo {SOME}",
 }
 """Name → arguments of the comparison of methods; those that learn from single images run on their own."""
-RECURRING = "fixed,tent,eata,cotta,roid,online,best"
 SELECTED = "-c runs/selection-joint/network.safetensors --precision tf32"
 TUNINGS = {
     "ttt": f"{SELECTED} --method ttt --lr 0.001 --limit 3000",
@@ -158,9 +160,9 @@ TUNINGS = {
     "memory": f"{SELECTED} --method rehearsal --lr 0.0005 --constant weight=2.0 --constant drift=0 "
     "--constant memory=0,16,64,256 --limit 3000",
     **{
-        f"{name}-{method}": f"-c runs/selection-{name}/network.safetensors --precision tf32 --method {method} "
-        "--lr 0.0001,0.0003,0.001,0.003 --limit 2000"
-        for name in ("joint", "bn-joint", "robust")
+        f"{name}-{method}": f"-c runs/selection-{name}/network.safetensors --method {method} "
+        "--lr 0.0001,0.0003,0.001,0.003 --batch 200 --limit 1000"
+        for name in ("short", "bn-short")
         for method in ("tent", "shot", "eta", "eata", "sar", "cotta", "roid", "rotta", "actmad")
     },
     "drift": f"{SELECTED} --method rehearsal --lr 0.0005 --constant weight=2.0 --constant drift=0,1.2,1.5,2,3 "
@@ -207,9 +209,14 @@ EVALUATIONS = {
     **{f"robust-{seed}": f"-c runs/robust/seed-{seed}/network.safetensors {LEVEL_5}" for seed in (1, 2)},
     **{name: f"-c runs/{name}/network.safetensors {LEVEL_5}" for name in FITS if name.startswith("branch-")},
     **{
-        f"past-{name}{suffix}": f"-c {network} --matrix best --precision bf16{options}"
+        f"past-{name}{suffix}": f"-c {network} --matrix best --precision bf16 --methods {options}"
         for name, network in (("joint", JOINT), ("robust", ROBUST), ("robust-x2", ROBUST_X2))
-        for suffix, options in (("", ""), ("-mild", " --levels 1 --no-original --methods best,fixed-mirrored"))
+        for suffix, options in (
+            ("", "best,fixed-mirrored"),
+            ("-mild", "best,fixed-mirrored --levels 1 --no-original --limit 2000"),
+            ("-parts", "without-original,without-both,mirrored,fixed-mirrored"),
+            ("-mild-parts", "without-original,fixed-mirrored --levels 1 --no-original"),
+        )
     },
     **{
         f"harm-{name}": f"-c {JOINT} --matrix best --methods best,fixed-mirrored --precision bf16 --batch 200 {options}"
@@ -225,14 +232,17 @@ EVALUATIONS = {
         )
     },
     **{
-        f"auto-{name}": f"-c runs/selection-{name}/network.safetensors --data cifar10-held-out-c --levels 1-5 "
-        "--methods fixed,episodic,online --limit 1000 --shuffle --precision bf16"
-        for name in ("joint", "robust")
+        f"selection-{protocol}": "-c runs/selection-short/network.safetensors --matrix best --data cifar10-held-out-c "
+        f"--methods best,without-original,fixed-mirrored --batch 200 --protocol {protocol} --limit 1000"
+        for protocol in ("reset", "clean", "correlated")
     },
-    "past-branch": "-c runs/branch-gn-20-0/network.safetensors --matrix best --precision bf16",
+    "auto-short": "-c runs/selection-short/network.safetensors --data cifar10-held-out-c --levels 1-5 --methods "
+    "fixed,episodic,online --limit 300 --shuffle",
+    "past-branch": "-c runs/branch/network.safetensors --matrix best --methods best,fixed-mirrored --limit 2000",
     "robust-x2-level-5": f"-c {ROBUST_X2} {LEVEL_5}",
     **{
-        f"comparison-{name}-{protocol}": f"-c {network} --data cifar10-c --precision tf32 {options}"
+        f"comparison-{name}-{protocol}": f"-c {network} --data cifar10-c "
+        f"--precision {'bf16' if protocol.endswith('-single') else 'tf32'} {options}"
         + ("" if protocol.startswith("gradual") else " --levels 5")
         for name, network in COMPARED.items()
         for protocol, options in COMPARISONS.items()
@@ -250,12 +260,23 @@ EVALUATIONS = {
         for name in COMPARED
         for protocol in ("reset", "continual")
     },
-    "comparison-gn-recurring": f"-c {JOINT} --data cifar10-c --levels 5 --precision tf32 --methods {RECURRING} "
-    f"--batch 200 {SOME} --protocol recurring",
+    **{
+        f"comparison-bn-{protocol}-dua": f"-c {COMPARED['bn']} --data cifar10-c --levels 5 --precision tf32 "
+        f"--methods dua {SOME} {PROTOCOLS[protocol]}"
+        for protocol in ("reset", "continual")
+    },
+    **{
+        f"comparison-gn-recurring{suffix}": f"-c {JOINT} --data cifar10-c --levels 5 --precision {precision} "
+        f"--methods {methods} --batch 200 --shuffle --limit {limit} --protocol recurring"
+        for suffix, precision, methods, limit in (
+            ("", "tf32", "fixed,tent,eata,rdumb,cotta,roid", 2000),
+            ("-single", "bf16", SINGLE, 500),
+        )
+    },
     **{
         f"photographs-{name}-level-5": f"-c runs/photographs-{name}/network.safetensors --data imagenet-c --levels 5 "
         "--data-root photographs --methods fixed,online --copies 64 --precision bf16 --shuffle --limit 1000"
-        for name in ("joint", "robust")
+        for name in ("tf32", "robust")
     },
     **{
         f"vit-{name}-{suffix}": f"-c runs/vit-{name}/recommended.safetensors --data cifar10-c --levels 5 "
@@ -311,7 +332,11 @@ def take(name: str) -> None:
     results = RESULTS / ("imagenette" if "photographs-" in name else "cifar10")
     if name.startswith(("train-", "fit-")):
         folder = RUNS / name.partition("-")[2]
-        for record in sorted(folder.rglob("record.json")):
+        records = sorted(folder.rglob("record.json"))
+        if name == "train-uda":  # a network for each set
+            held = {record.parent.relative_to(folder).as_posix(): json.loads(record.read_text()) for record in records}
+            return store(held, results / "training-uda.json")
+        for record in records:
             place = "-".join(record.parent.relative_to(RUNS).parts)
             copy(record, results / f"training-{place.removeprefix('photographs-')}.json")
     elif name.startswith("tune-"):

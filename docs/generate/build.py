@@ -22,13 +22,14 @@ from . import (
     methods,
     moving,
     photographs,
+    poison,
     service,
     speed,
     streams,
     trainings,
     variants,
 )
-from .documents import fill, table
+from .documents import fill, link, table
 from .result_files import (
     CIFAR,
     CONTROL,
@@ -40,6 +41,8 @@ from .result_files import (
     by_level,
     find_methods,
     find_past,
+    format_command,
+    format_hardware,
     format_sources,
     in_cifar,
     read_file,
@@ -55,7 +58,8 @@ FAMILIAR = Path("results/cifar10/familiar.json")
 STREAM = Path("results/digits-stream.json")
 
 HARM = {"clean": "original images in between", "mixed": "mixed", "correlated": "sorted by class, almost"}
-"""Names of streams in which learning might harm, and titles."""
+CHOSEN = {"reset": "a set each", "clean": HARM["clean"], "correlated": HARM["correlated"]}
+"""Names of streams in which learning might harm, and titles; those with held-out images."""
 
 Parts = dict[str, str]
 
@@ -89,6 +93,7 @@ def make_parts() -> dict[Path, Parts]:
             "without labels": errors.format_correlations(join_gradients("stand-ins")),
         },
         docs / "results/photographs.md": make_photographs(),
+        docs / "results/poison.md": make_poison(),
         docs / "comparison.md": make_comparison(),
     }
 
@@ -132,7 +137,16 @@ def make_imagenet() -> Parts:
 def make_summary() -> Parts:
     """The parts of the summary of results."""
     results, part = read_main(), read_results("standard-levels-1-4")
-    names = ("levels", "standard-level-5", "standard-levels-1-4", "baseline", "uda", "alp", "past-joint")
+    names = (
+        "levels",
+        "standard-level-5",
+        "standard-levels-1-4",
+        "baseline",
+        "uda",
+        "alp",
+        "past-joint-parts",
+        "past-joint",
+    )
     return {
         "means": errors.format_means(results, part),
         "level 5": errors.format_table(results, by_level(results)[5]),
@@ -182,11 +196,11 @@ def make_variants() -> Parts:
     timed = read_runs(costs)
     batch = read_results("batch-norm")
     cheaper = read_results("fast", "threshold", main=("fixed", "episodic"))
-    choice = find_methods(read_runs(CIFAR / "past-joint.json"))[variants.MIRRORED]
-    names = ("past-joint", "best-levels", "tuning", "fast", "threshold", "steps", "batch-norm")
+    choice = find_methods(read_runs(CIFAR / "past-joint-parts.json"))[variants.MIRRORED]
+    names = ("past-joint-parts", "best-levels", "tuning", "fast", "threshold", "steps", "batch-norm")
     precisions = ("fp32", "tf32", "bf16")
     return {
-        "mirrored": variants.format_mirrored(read_results("past-joint", "best-levels", main=("fixed", "online"))),
+        "mirrored": variants.format_mirrored(read_results("past-joint-parts", "best-levels", main=("fixed", "online"))),
         "candidates": variants.format_candidates(read_results("tuning"), timed, choice),
         "cheaper": variants.format_cheaper(cheaper, timed, ("fast", "below-20%")),
         "steps and copies": variants.format_grid(read_results("steps", main=("fixed",)), timed),
@@ -251,6 +265,7 @@ def make_rehearsal(past: Path = CIFAR) -> Parts:
     """
     files = [file for own in find_past(past).values() for file in own]
     runs = {title: read_runs(CIFAR / f"harm-{name}.json")[0] for name, title in HARM.items()}
+    held_out = {title: read_runs(CIFAR / f"selection-{name}.json")[0] for name, title in CHOSEN.items()}
     choices = {
         name: read_file(CIFAR / f"tune-{name}.json") for name in ("ttt", "mirrored", "rehearsal", "memory", "drift")
     }
@@ -262,9 +277,11 @@ def make_rehearsal(past: Path = CIFAR) -> Parts:
         "parts": methods.format_tuned(choices),
         "grid": methods.format_grid(choices["rehearsal"]),
         "drift": methods.format_grid(choices["drift"]),
+        "original network": streams.format_answers(held_out, (methods.BEST, "without-original", CONTROL)),
         "test sets": methods.format_ablation(read_past(past)),
         "streams": streams.format_gaps(runs, methods.BEST, CONTROL),
         "sources of the test sets": format_sources(*files, *in_cifar(*(f"harm-{name}" for name in HARM))),
+        "sources of the original network": format_sources(*in_cifar(*(f"selection-{name}" for name in CHOSEN))),
         "sources": table(["file", "command"], commands, words=(0, 1)),
     }
 
@@ -297,6 +314,21 @@ def make_comparison() -> Parts:
         **{network: comparison.format_errors(network) for network in comparison.find_files()},
         "costs": comparison.format_costs(read_file(Path("results/methods-h200.json"))),
         "sources": comparison.format_files(),
+    }
+
+
+def make_poison() -> Parts:
+    """The parts of the page on hostile images."""
+    files = {name: Path(f"results/poison-{name}.json") for name in ("original", "noise")}
+    held = {name: read_file(file) for name, file in files.items()}
+    rows = [
+        [link(file), format_hardware(held[name]["hardware"]), format_command(held[name]["command"])]
+        for name, file in files.items()
+    ]
+    return {
+        **{name: poison.format_kinds(one, 0.1) for name, one in held.items()},
+        "shares": poison.format_shares(held["noise"]),
+        "sources": table(["file", "hardware", "command"], rows, words=(0, 1, 2)),
     }
 
 

@@ -10,8 +10,8 @@ from .documents import link, table
 from .result_files import ROOT, format_command, format_hardware, read_file
 
 FOLDER = Path("results/comparison")
-NETWORKS = ("gn", "bn", "robust")
-"""How the names of files begin."""
+NAMES = {"gn": "GN", "bn": "BN", "robust": "robust"}
+"""How the names of files begin, and titles of networks."""
 TITLES = {
     "reset": "reset",
     "continual": "continual",
@@ -31,6 +31,8 @@ TITLES = {
 }
 """How the names of files go on, and titles."""
 FIXED = "fixed"
+OURS = (FIXED, "online", "best")
+"""Methods whose rows come first."""
 SPEED = {"online": "ttt"}
 """Methods that the benchmark of speed has under another name."""
 
@@ -40,25 +42,27 @@ Row = Mapping[str, Any]
 def find_files() -> dict[str, list[Path]]:
     """The result files of each network."""
     files = [file.relative_to(ROOT) for file in sorted((ROOT / FOLDER).glob("*.json"))]
-    return {name: own for name in NETWORKS if (own := [file for file in files if file.name.startswith(f"{name}-")])}
+    return {name: own for name in NAMES if (own := [file for file in files if file.name.startswith(f"{name}-")])}
 
 
 def read_rows(network: str) -> dict[str, dict[str, Row]]:
-    """The scores with a network by protocol and method; several files may be of one protocol."""
+    """The scores with a network by protocol and method; several files may be of one protocol, the first counts."""
     found: dict[str, dict[str, Row]] = {}
     for protocol in TITLES:
         for suffix, title in (("", ""), ("-single", ""), ("-memo", ""), ("-guarded", ""), ("-tuned", "-tuned")):
             file = FOLDER / f"{network}-{protocol}{suffix}.json"
             if (ROOT / file).exists():
-                rows = {f"{row['method']}{title}": row for row in read_file(file)["rows"]}
-                found.setdefault(protocol, {}).update(rows)
+                own = found.setdefault(protocol, {})
+                for row in read_file(file)["rows"]:
+                    own.setdefault(f"{row['method']}{title}", row)
     return found
 
 
 def format_errors(network: str) -> str:
     """The errors with a network: a row for each method, a column for each protocol."""
     found = read_rows(network)
-    names = list(dict.fromkeys(name for rows in found.values() for name in rows))
+    known = dict.fromkeys(name for rows in found.values() for name in rows)
+    names = [*(name for name in OURS if name in known), *(name for name in known if name not in OURS)]
     lines = [[f"`{name}`", *(_format_error(rows, name) for rows in found.values())] for name in names]
     return table(["error in %, level 5 / original", *(TITLES[protocol] for protocol in found)], lines)
 
@@ -79,10 +83,11 @@ def format_costs(speed: Mapping[str, Any]) -> str:
     Args:
         speed: The benchmark of methods on a GPU.
     """
-    found = {network: rows for network in NETWORKS if (rows := read_rows(network).get("reset"))}
+    found = {network: rows for network in NAMES if (rows := read_rows(network).get("reset"))}
     times = {row["method"]: row["ms_per_image"] for row in speed["rows"]}
-    lines = []
-    for name, row in next(iter(found.values())).items():
+    lines, first = [], next(iter(found.values()))
+    for name in sorted(first, key=lambda name: name not in OURS):
+        row = first[name]
         time, state = times.get(SPEED.get(name, name)), row["state_bytes"]
         cells = [f"`{name}`", "" if time is None else f"{time:.2f}", "" if state is None else f"{state / 1024:,.0f}"]
         for rows in found.values():
@@ -91,7 +96,7 @@ def format_costs(speed: Mapping[str, Any]) -> str:
             cells.append("" if own["to_right"] is None else f"{own['to_right']:.1f} / {own['to_wrong']:.1f}")
         lines.append(cells)
     heads = [
-        f"{title}, {network.upper()}" for network in found for title in ("calibration error", "to right / to wrong")
+        f"{title}, {NAMES[network]}" for network in found for title in ("calibration error", "to right / to wrong")
     ]
     return table(["", "ms an image", "KiB a stream", *heads], lines)
 

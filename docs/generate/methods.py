@@ -23,7 +23,7 @@ TUNED = {
 }
 """Which choice and settings, and titles."""
 BEST = "best"
-ABLATED = ("fixed", "online", "mirrored", "without-memory", BEST, CONTROL)
+ABLATED = ("fixed", "online", "mirrored", "without-both", "without-original", BEST, CONTROL)
 """What `best` is made of, and its control."""
 
 

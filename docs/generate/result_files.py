@@ -32,7 +32,9 @@ PAST = {
     "robust": ("past-robust", "robust-levels"),
     "robust, width 2": ("past-robust-x2", "robust-x2-level-5"),
 }
-"""Networks, the file of the study `best` with each (level 1: ending in -mild), and one with `fixed` and `online`."""
+"""Networks, the file of the study `best` with each, and one with `fixed` and `online`."""
+PARTS = ("without-original", "without-both", "mirrored")
+"""What `best` is made of; in files that end in -parts."""
 
 
 def in_cifar(*names: str) -> tuple[Path, ...]:
@@ -64,19 +66,19 @@ def read_results(*names: str, folder: Path = CIFAR, main: tuple[str, ...] = ()) 
 @functools.cache
 def read_main() -> Results:
     """The tables on all images: `fixed` and `online` at every level, and further methods."""
-    files = in_cifar("levels", "standard-level-5", "baseline", "uda", "alp", "past-joint")
-    return collect([without((CONTROL, "without-memory"), run) for file in files for run in read_runs(file)])
+    files = in_cifar("levels", "standard-level-5", "baseline", "uda", "alp", "past-joint-parts", "past-joint")
+    return collect([without((CONTROL, *PARTS[:2]), run) for file in files for run in read_runs(file)])
 
 
 def find_past(folder: Path = CIFAR) -> dict[str, tuple[Path, ...]]:
-    """The files of `PAST` by network, as far as they exist; the last has `fixed` and `online`.
+    """The files of `PAST` by network, as far as they exist: of level 5, of level 1, and those with the parts.
 
     Args:
         folder: The folder of the results of the study `best`.
     """
     found = {}
     for name, (own, main) in PAST.items():
-        files = [folder / f"{own}{suffix}.json" for suffix in ("", "-mild")]
+        files = [folder / f"{own}{suffix}.json" for suffix in ("", "-mild", "-parts", "-mild-parts")]
         if (ROOT / files[0]).exists():
             found[name] = (*(file for file in files if (ROOT / file).exists()), CIFAR / f"{main}.json")
     return found
@@ -85,8 +87,12 @@ def find_past(folder: Path = CIFAR) -> dict[str, tuple[Path, ...]]:
 @functools.cache
 def read_past(folder: Path = CIFAR) -> dict[str, tuple[Results, Results]]:
     """The results of the study `best`, and those of `fixed` and `online`, by network; see `find_past`."""
-    read = {name: [read_runs(file) for file in files] for name, files in find_past(folder).items()}
-    return {name: (collect([run for one in own for run in one]), collect(main)) for name, (*own, main) in read.items()}
+    found = {}
+    for name, (*files, main) in find_past(folder).items():
+        own = [run for file in files if not file.stem.endswith("-parts") for run in read_runs(file)]
+        parts = [run for file in files if file.stem.endswith("-parts") for run in read_runs(file)]
+        found[name] = collect([*own, *(restrict(run, own, PARTS) for run in parts)]), collect(read_runs(main))
+    return found
 
 
 def without(left: Sequence[str], run: Run) -> Run:

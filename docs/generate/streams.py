@@ -142,6 +142,21 @@ def format_gaps(runs: Mapping[str, Run], one: str, two: str) -> str:
     return table(heads, rows, words=(0, 1))
 
 
+def format_answers(runs: Mapping[str, Run], methods: Sequence[str]) -> str:
+    """The errors of some methods along streams, on corrupted and on original images; `runs` by title."""
+    rows = []
+    for title, run in runs.items():
+        held = {method: split_answers(run, method) for method in methods}
+        for kind, is_shifted in (("corrupted", True), ("original", False)):
+            right = [
+                np.concatenate([answers[1] for name, answers in own.items() if ("-c/" in name) == is_shifted])
+                for own in held.values()
+            ]
+            rows.append([title, kind, f"{len(right[0]):,}", *(f"{100 - 100 * one.mean():.2f}" for one in right)])
+    heads = ["stream", "images", "answers", *(f"`{method}`" for method in methods)]
+    return table(heads, rows, words=(0, 1))
+
+
 def split_answers(run: Run, method: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Number and correctness of the images that a method answered, by set, in the same order for every method."""
     found = {}

@@ -100,7 +100,7 @@ def test_the_readmes_first_code_shows_that_learning_helps(capsys: pytest.Capture
 def counts() -> dict[tuple[str, str], tuple[int, int]]:
     """Right answers and images by method and set of level 5, straight from the files."""
     known = {}
-    for name in ("past-joint", "baseline", "uda", "alp", "standard-level-5", "levels"):
+    for name in ("past-joint-parts", "past-joint", "baseline", "uda", "alp", "standard-level-5", "levels"):
         for unit in json.loads((RESULTS / f"{name}.json").read_text())["runs"][0]["units"]:
             known[unit["method"], unit["set"]] = unit["counts"]["is_right"], unit["counts"]["images"]
     return known
@@ -144,7 +144,7 @@ def test_the_files_belong_together() -> None:
         assert np.array_equal(whole.right[np.isin(whole.samples, here.samples)], here.right)
 
 
-@pytest.mark.parametrize("name", ["past-joint", "past-joint-mild", "best-levels"])
+@pytest.mark.parametrize("name", ["past-joint", "past-joint-mild", "past-joint-parts", "best-levels"])
 def test_the_results_of_best_are_of_its_present_settings(name: str) -> None:
     (run,) = open_runs(RESULTS / f"{name}.json")
     plan = make_plan("best", checkpoint="x", methods=",".join(run.configuration["methods"]), precision=["bf16"])

@@ -24,6 +24,7 @@ def test_every_step_can_be_run() -> None:
         given = commands.commands[command].make_context(command, arguments).params  # parses, and runs nothing
         for method in (given.get("methods") or "").split(","):
             known = {"", "plain", "alp", "uda", "fast", "below-20%", "fixed-mirrored"}  # of networks and studies
+            known |= {"without-original", "without-both"}
             assert method in known or find_spec(method) is not None, f"{name}: {method}"
 
 

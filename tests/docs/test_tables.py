@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from generate import build, comparison, errors, imagenet, methods, service, speed, streams, variants
+from generate import build, comparison, errors, imagenet, methods, poison, service, speed, streams, variants
 from generate.result_files import by_level, compare, read_past, time_methods
 
 from report_runs import make_columns, make_run
@@ -77,22 +77,28 @@ def test_expected_errors(results: Results) -> None:
 
 PAST = {
     "best": [2, *[9, 5, 4], *[3, 3, 2]],
-    "without-memory": [3, *[10, 6, 5], *[4, 3, 3]],
-    "mirrored": [3, *[11, 6, 5], *[4, 4, 3]],
     "fixed-mirrored": [3, *[20, 15, 9], *[5, 4, 4]],
 }
 """Wrong answers on the original images, at level 5 and at level 1."""
+PARTS = {
+    "without-original": [3, *[10, 6, 5], *[4, 3, 3]],
+    "without-both": [3, *[12, 7, 5], *[4, 4, 4]],
+    "mirrored": [3, *[11, 6, 5], *[4, 4, 3]],
+    "fixed-mirrored": [3, *[20, 15, 9], *[5, 4, 4]],
+}
 
 
 def test_the_parts_of_best_on_the_test_sets(tmp_path: Path) -> None:
     sets = ("cifar10", *(f"cifar10-c/{name}/{level}" for level in (5, 1) for name in SHIFTS))
     write_summary(tmp_path / "past-joint.json", [make(tmp_path / "run", PAST, sets)])
+    write_summary(tmp_path / "past-joint-parts.json", [make(tmp_path / "parts", PARTS, sets)])
     main = collect([make(tmp_path / "main", {"fixed": [4, 25, 16, 9]}, LEVEL_5)])
     shown = methods.format_ablation({"net": (read_past(tmp_path)["joint"][0], main)})
     assert shown.splitlines()[0] == "| error in % | net, level 5 | net, level 1 | net, original |"
     assert row(shown, "`fixed`") == ["33.33", "", "8.00"]
     assert row(shown, "`online`") == ["", "", ""]
-    assert row(shown, "`without-memory`") == ["14.00", "6.67", "6.00"]
+    assert row(shown, "`without-original`") == ["14.00", "6.67", "6.00"]
+    assert row(shown, "`without-both`") == ["16.00", "8.00", "6.00"]
     assert row(shown, "`best`") == ["12.00", "5.33", "4.00"]
     assert row(shown, "`best` minus `fixed-mirrored`") == ["−17.33", "−3.33", "−2.00"]
     # One of 50 images differs on the original set: none to three of them in 95% of the samples.
@@ -102,6 +108,7 @@ def test_the_parts_of_best_on_the_test_sets(tmp_path: Path) -> None:
     levels = read_past(tmp_path)["joint"][1]
     assert row(parts["test sets"], "`online`")[1] == f"{levels.tables[-1].rows['online']['mean'].error:.2f}"
     assert "past-joint.json" in parts["sources of the test sets"]
+    assert "past-joint-parts.json" in parts["sources of the test sets"]
     assert "levels.json" in parts["sources of the test sets"]
 
 
@@ -275,6 +282,8 @@ def test_gaps_along_streams_are_of_corrupted_and_of_original_images(tmp_path: Pa
     wrong = {unit.method: 60 - unit.about["counts"]["is_right"] for unit in run.units}
     for place, method in ((3, "tent"), (4, "fixed")):
         assert float(shifted[place]) * 0.4 + float(original[place]) * 0.2 == pytest.approx(wrong[method], abs=0.02)
+    answers = streams.format_answers({"back": run}, ("tent", "fixed")).splitlines()[2:]
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in answers] == [shifted[:5], original[:5]]
     difference = float(shifted[5].replace("−", "-"))
     assert difference == pytest.approx(float(shifted[3]) - float(shifted[4]), abs=0.011)
 
@@ -303,3 +312,26 @@ def test_the_comparison_joins_files_of_a_protocol(tmp_path: Path, monkeypatch: p
     costs = comparison.format_costs({"rows": [{"method": "ttt", "ms_per_image": 2.0}]})
     assert row(costs, "`online`") == ["2.00", "2", "5.0", "3.0 / 1.0"]
     assert row(costs, "`fixed`") == ["", "2", "5.0", ""]
+
+
+def test_what_hostile_images_cost() -> None:
+    def line(guard: str, kind: str, fraction: float, thirds: list[float], after: int | None) -> dict[str, Any]:
+        about = {"method": "rehearsal", "guard": guard, "kind": kind, "fraction": fraction, "recovered_after": after}
+        return {**about, "error": sum(thirds) / 3, "thirds": thirds}
+
+    rows = [
+        line("rise", "none", 0.0, [0.3, 0.2, 0.1], 0),
+        line("rise", "random", 0.1, [0.3, 0.5, 0.1], 7),
+        line("rise", "constant", 0.1, [0.3, 0.5, 0.4], None),
+        line("guard", "none", 0.0, [0.3, 0.2, 0.13], 0),
+        line("guard", "random", 0.1, [0.3, 0.23, 0.13], 3),
+        line("guard", "constant", 0.1, [0.3, 0.2, 0.13], 0),
+    ]
+    held = {"results": {"cifar10": rows}}
+    shown = poison.format_kinds(held, 0.1)
+    assert shown.splitlines()[0] == "| error in %, 10% hostile | none | random | constant |"
+    assert row(shown, "`best`") == ["20.0", "+10.00", "+20.00"]
+    assert row(shown, "`best`, guarded") == ["21.0", "+1.00", "0.00"]
+    shown = poison.format_shares(held)
+    assert row(shown, "`best`") == ["+15.00", "never"]
+    assert row(shown, "`best`, guarded") == ["+0.50", "3"]
