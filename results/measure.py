@@ -107,7 +107,6 @@ FITS = {
     },
     "vit-branch": "-c runs/vit-plain/network.safetensors --data cifar10 --hold-out 5000 --copy --epochs 20 "
     "--optimizer adamw --precision bf16",
-    "branch": "-c cifar10-resnet26-gn-plain --data cifar10 --hold-out 0 --copy --epochs 20",
     **{
         f"branch-{norm}-{way}-{seed}": f"-c cifar10-resnet26-{norm}-plain --data cifar10 --hold-out 0 --seed {seed} "
         f"--precision bf16 {options}"
@@ -238,7 +237,8 @@ EVALUATIONS = {
     },
     "auto-short": "-c runs/selection-short/network.safetensors --data cifar10-held-out-c --levels 1-5 --methods "
     "fixed,episodic,online --limit 300 --shuffle",
-    "past-branch": "-c runs/branch/network.safetensors --matrix best --methods best,fixed-mirrored --limit 2000",
+    "past-branch": "-c runs/branch-gn-20-0/network.safetensors --matrix best --precision bf16 --methods best,"
+    "fixed-mirrored",
     "robust-x2-level-5": f"-c {ROBUST_X2} {LEVEL_5}",
     **{
         f"comparison-{name}-{protocol}": f"-c {network} --data cifar10-c "

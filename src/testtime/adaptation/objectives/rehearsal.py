@@ -31,8 +31,8 @@ class Rehearsal(SelfSupervision):
 
     The memory holds the last `memory` images of a stream, in 8 bits; 0 does without. As many crops are drawn from it as
     there are copies. Their loss, the mean entropy minus the entropy of the mean prediction, has the weight `weight`,
-    and proportionally less while the memory is being filled, or while the stream has few classes: times the entropy of
-    the mean prediction of the original network on recent images, relative to that of equal frequencies.
+    and proportionally less while the memory is being filled, and while the original network's predictions of recent
+    images are of few classes, see `measure_diversity`.
 
     Answers are a mixture of those of the adapted and of the original network. What counts is whose loss in the task,
     on plain images before learning from them, was lower: with the ratio r of the moving averages, of the original
