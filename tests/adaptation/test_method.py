@@ -433,7 +433,10 @@ def test_the_first_memory_of_a_dampened_momentum_is_rolled_back() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [{}, {"mirrored": True}, {"method": "best", "constants": {"memory": 4}}])
+UNHEDGED = {"method": "best", "constants": {"memory": 4, "sharpness": 0}}
+
+
+@pytest.mark.parametrize("given", [{}, {"mirrored": True}, UNHEDGED])
 @pytest.mark.parametrize("kind", [Online, Episodic, functools.partial(Streams, count=COUNT)])
 @pytest.mark.parametrize("norm", ["group", "batch", "vit"])
 def test_answers_are_the_same_if_the_loss_is_not_measured(
@@ -453,9 +456,10 @@ def test_answers_are_the_same_if_the_loss_is_not_measured(
     assert bare.describe() == {**measured.describe(), "measure_loss": False}
 
 
-def test_a_loss_that_comes_with_the_answer_is_measured_in_any_case() -> None:
+@pytest.mark.parametrize("method", ["tent", "best"])
+def test_a_loss_that_belongs_to_the_answer_is_measured_in_any_case(method: str) -> None:
     net, images = network("batch"), pictures()
-    given: dict[str, Any] = {"method": "tent", "lr": 0.01, "guard": 1e-9}
+    given: dict[str, Any] = {"method": method, "lr": 0.01, "guard": 1e-9, "statistics": "source"}
     assert same(Online(net, **given, measure_loss=False).predict(images), Online(net, **given).predict(images))
 
 

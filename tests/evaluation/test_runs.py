@@ -938,10 +938,14 @@ def test_the_studies_are_the_papers() -> None:
     assert made["best"].shuffle
     control = MethodSpec("fixed-mirrored", "fixed", settings={"mirrored": True})
     best, mirrored = make_plan(checkpoint="x", data=["digits"], methods="best,mirrored").methods
-    without = MethodSpec("without-memory", "online", settings={"constants": {"memory": 0}}, method="best")
-    assert made["best"].methods == (best, without, mirrored, control)
+    parts = {"original": {"sharpness": 0}, "memory": {"memory": 0}, "both": {"memory": 0, "sharpness": 0}}
+    without = [
+        MethodSpec(f"without-{part}", "online", settings={"constants": constants}, method="best")
+        for part, constants in parts.items()
+    ]
+    assert made["best"].methods == (best, *without, mirrored, control)
     net = resnet26(depth=8)
-    assert [one.make(net, 0).holds_images for one in made["best"].methods] == [True, False, False, False]
+    assert [one.make(net, 0).holds_images for one in made["best"].methods] == [True, True, *[False] * 4]
     some = make_plan("best", checkpoint="x", levels="1,5")
     assert names(some) == ["cifar10", *(f"cifar10-c/{c}/{level}" for c in CORRUPTIONS for level in (1, 5))]
     assert some.methods == made["best"].methods

@@ -50,8 +50,8 @@ class Settings:
             None: "tf32" on CUDA, else "fp32".
         mirrored: Average the logits of the image and its mirror image.
         measure_loss: Measure the task's loss on the plain image before and after learning. If false, a step is faster;
-            the prediction's losses and confidence are NaN, and the guard limits no rise of the loss. Methods whose loss
-            comes with the answer measure it in any case.
+            the prediction's losses and confidence are NaN, and the guard limits no rise of the loss. Methods whose
+            answer comes with the loss, or depends on it, measure it in any case.
         task: The self-supervised task; None: the network's.
         augment: The augmentation of the copies; None: the one the network was trained with.
         resets: "never", or after how many updates a stream starts again from the original network.

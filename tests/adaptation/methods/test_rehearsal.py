@@ -97,6 +97,14 @@ def test_rehearsal(norm: str, memory: int) -> None:
     assert ("learner/objective/images" in adapter.state_dict()) == (memory > 0)
 
 
+def test_unhedged_the_adapted_network_answers() -> None:
+    net, images = sharpen(network("group"), 4), make_images()
+    adapter = Online(net, constants={"memory": 5, "weight": 0.7, "drift": 0, "sharpness": 0}, **GIVEN)
+    for image, (expected, _) in zip(images, rehearse(net, images, sharpness=0), strict=True):
+        torch.testing.assert_close(adapter(image[None]), expected, **CLOSE)
+    assert "learner/objective/recent" not in adapter.state_dict()
+
+
 def test_nothing_is_learned_while_the_task_is_easy() -> None:
     """The first images have a loss below the limit, the next above, and so on; the weights move only above."""
     net, images = collect(sharpen(network("group"), 4), make_images(6)), make_images(24)
@@ -157,15 +165,6 @@ def test_a_stream_that_learns_the_task_away_starts_again() -> None:
     assert prediction.adapted.all()
     assert adapter.state_dict()["learner/objective/seen"].tolist() == [0]
     assert all(torch.equal(one, net.state_dict()[name]) for name, one in adapter.network().state_dict().items())
-
-
-def test_without_the_loss_the_adapted_network_answers() -> None:
-    net, images = network("group"), pictures(3)
-    adapter, other = (
-        Online(net, **GIVEN, **more) for more in ({"measure_loss": False}, {"constants": {"sharpness": 0}})
-    )
-    torch.testing.assert_close(adapter(images), other(images), **CLOSE)
-    assert "learner/objective/recent" not in adapter.state_dict()
 
 
 def test_statistics_and_the_card_say_how_hard_the_task_was() -> None:

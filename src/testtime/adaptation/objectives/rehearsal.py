@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from testtime.adaptation.objectives.entropy import measure_entropy
-from testtime.adaptation.objectives.self_supervision import SelfSupervision
-from testtime.adaptation.prediction import Observation, Unclassified
+from testtime.adaptation.objectives.hedged import Hedged
+from testtime.adaptation.prediction import Observation
 from testtime.adaptation.settings import Settings
 from testtime.augment import as_floats
 from testtime.kernels import possibly_any
@@ -22,22 +22,16 @@ from testtime.networks.replicas import Replicas
 from testtime.networks.task_loss import EASY, read_task_loss
 from testtime.randomness import Draws
 
+_EPSILON = 1e-5
 _FEW, _MANY = 0.6, 0.9  # entropy of the classes of a stream, relative to the maximum
-_LEAST = 0.05  # added to the losses, so that the chance of small ones does not count
 
 
-class Rehearsal(SelfSupervision):
-    """The task on copies of the image, plus information maximisation on crops drawn from a memory of recent images.
+class Rehearsal(Hedged):
+    """The hedged task on copies of the image, plus information maximisation on crops drawn from recent images.
 
     The memory holds the last `memory` images of a stream, in 8 bits; 0 does without. As many crops are drawn from it as
-    there are copies. Their loss, the mean entropy minus the entropy of the mean prediction, has the weight `weight`,
-    and proportionally less while the memory is being filled, and while the original network's predictions of recent
-    images are of few classes, see `measure_diversity`.
-
-    Answers are a mixture of those of the adapted and of the original network. What counts is whose loss in the task,
-    on plain images before learning from them, was lower: with the ratio r of the moving averages, of the original
-    network's to the adapted one's, the adapted network has the weight sigmoid(sharpness · (log r + margin)). If log r
-    stays below -margin, the stream starts again from the original network. A `sharpness` of 0 does without it.
+    there are copies. Their loss, see `measure_information`, has the weight `weight`, and proportionally less while the
+    memory is being filled, and while recent images seem to be of few classes, see `measure_diversity`.
 
     A stream learns only while the task is harder than in training: while the moving average of its loss on the copies
     exceeds `drift` times the loss in training, see `read_task_loss`. The average starts at that limit. A `drift` of 0,
@@ -45,8 +39,6 @@ class Rehearsal(SelfSupervision):
     """
 
     memory, weight, drift, momentum = 64, 2.0, EASY, 0.99
-    sharpness, margin, recent, lasting = 40.0, 0.2, 0.9, 0.98
-    epsilon = 1e-5
     compares = True
     """That it compares with the statistics of training images, if there are any."""
 
@@ -56,27 +48,16 @@ class Rehearsal(SelfSupervision):
         known, device = read_task_loss(replicas.net, "copies"), replicas.packed.numbers.device
         self._limit = 0.0 if known is None else self.drift * known.loss
         self._average = torch.full((replicas.count,), self._limit, dtype=torch.float32, device=device)
-        self.state = {"average": self._average.clone()} if self._limit else {}
+        self.state |= {"average": self._average.clone()} if self._limit else {}
         if self.memory:
             shape = replicas.count, int(self.memory), *replicas.example.shape[1:]
-            self._images = torch.zeros(shape, dtype=torch.uint8, device=device)
-            self._seen = torch.zeros(replicas.count, dtype=torch.int64, device=device)
-            self.state |= {"images": self._images.clone(), "seen": self._seen.clone()}
-        self._original: SelfSupervision | None = None
-        if self.sharpness and settings.measure_loss:
-            original = Replicas(replicas.net, replicas.count, (), replicas.example, replicas.dtype)
-            original.batch_norms.use("source")
-            self._original = SelfSupervision(original, settings, later)
-            empty = torch.zeros(replicas.count, 2 + self.count_classes(), dtype=torch.float32, device=device)
-            self.state |= {
-                "recent": empty[:, :2].clone(),
-                "lasting": empty[:, :2].clone(),
-                "classes": empty[:, 2:].clone(),
-            }
+            self.state["images"] = torch.zeros(shape, dtype=torch.uint8, device=device)
+            self.state["seen"] = torch.zeros(replicas.count, dtype=torch.int64, device=device)
+        if self.original is not None:
+            self.state["classes"] = self.make_average(self.count_classes())
 
     def begin(self, images: Tensor, wanted: Tensor) -> None:
-        if self._original is not None:
-            self._wanted, self._seen_by_original = wanted, self.later(self._original.observe, images)
+        super().begin(images, wanted)
         if self.memory:
             held = self.state["images"], self.state["seen"]
             self._images, self._seen = add_images(*held, (as_floats(images) * 255).round().byte(), wanted)
@@ -103,40 +84,18 @@ class Rehearsal(SelfSupervision):
         if logits is None:
             return losses.sum()
         weight = self.weight * self._seen.clamp(max=int(self.memory)) / self.memory
-        if self._original is not None:
+        if self.original is not None:
             weight = weight * measure_diversity(self.state["classes"])
-        return (losses + weight * self._inform(logits.float())).sum()
+        return (losses + weight * measure_information(logits.float())).sum()
 
     def update(self, draws: Draws) -> None:
         new = {"average": self._average} | ({"images": self._images, "seen": self._seen} if self.memory else {})
         for name in new.keys() & self.state.keys():
             self.state[name].copy_(new[name])
 
-    def complete(self, *measured: Observation | Unclassified) -> list[Observation]:
-        observed = super().complete(*measured)
-        if self._original is None or len(observed) == 1:  # nothing was learned
-            return observed
-        original, wanted = self._seen_by_original.result(), self._wanted.float()
-        losses = torch.stack([original.loss, observed[0].loss], -1)  # (S, B, 2)
-        self._follow("recent", losses, wanted, self.recent)
-        self._follow("lasting", losses, wanted, self.lasting)
-        self._follow("classes", original.logits.softmax(-1), wanted, 1 - 1 / max(self.memory, 1))
-        trust = (self.sharpness * (self._compare("recent") + self.margin)).sigmoid().view(-1, 1, 1)
-        return [one._replace(logits=torch.lerp(original.logits, one.logits, trust)) for one in observed]
-
-    def expired(self) -> Tensor | None:
-        return None if self._original is None else self._compare("lasting") < -self.margin
-
-    def _compare(self, name: str) -> Tensor:
-        """Return the logarithm of the ratio of the losses of the original network and of the adapted one, `(S,)`."""
-        theirs, ours = (self.state[name] + _LEAST).log().unbind(1)
-        return theirs - ours
-
-    def _follow(self, name: str, values: Tensor, wanted: Tensor, momentum: float) -> None:
-        """Move an average `(S, n)` to the mean of the values `(S, B, n)` of wanted images, `(S, B)`."""
-        counts = wanted.sum(1, keepdim=True)
-        mean = (values * wanted.unsqueeze(-1)).sum(1) / counts.clamp(min=1)
-        self.state[name].lerp_(mean, 1 - momentum**counts)
+    def compare_networks(self, original: Observation, adapted: Observation) -> None:
+        super().compare_networks(original, adapted)
+        self.follow("classes", original.logits.softmax(-1), 1 - 1 / max(self.memory, 1))
 
     def _draw(self, draws: Draws) -> Tensor:
         """Return crops drawn from the memory, `(S, copies, C, h, w)`."""
@@ -146,10 +105,11 @@ class Rehearsal(SelfSupervision):
         assert self.settings.augment is not None
         return self.settings.augment(drawn.flatten(0, 1), Draws(keys.keys.view(-1, 1)))[:, 0].unflatten(0, slots.shape)
 
-    def _inform(self, logits: Tensor) -> Tensor:
-        """Return the mean entropy of predictions `(S, n, K)` minus the entropy of their mean, `(S,)`."""
-        mean = logits.softmax(-1).mean(1)
-        return measure_entropy(logits).mean(1) + (mean * (mean + self.epsilon).log()).sum(1)
+
+def measure_information(logits: Tensor) -> Tensor:
+    """Return the mean entropy of predictions `(S, n, K)` minus the entropy of their mean, `(S,)`."""
+    mean = logits.softmax(-1).mean(1)
+    return measure_entropy(logits).mean(1) + (mean * (mean + _EPSILON).log()).sum(1)
 
 
 def measure_diversity(classes: Tensor) -> Tensor:
