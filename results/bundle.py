@@ -5,11 +5,14 @@
         --choices results/cifar10/tune-vit-masked.json results/cifar10/tune-vit-masked-episodic.json
 
 The target is the name of a bundled network, or a file. Settings are the paper's, or those that `testtime tune` chose.
+What is usual, energy and loss of the task, is taken from a network of the same recipe that was trained with
+`--hold-out`, if given by --unseen: this one has learned its training images by heart.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -31,6 +34,7 @@ def main() -> None:
     parser.add_argument("source", help="a network file")
     parser.add_argument("target", help="name of a bundled network, or a file")
     parser.add_argument("--choices", nargs="*", default=[], type=Path, help="files of `testtime tune`")
+    parser.add_argument("--unseen", help="a network file: what is usual on images that it has not seen")
     options = parser.parse_args()
     settings = {mode: dict(own) for mode, own in SETTINGS.items()}
     for file in options.choices:
@@ -40,6 +44,12 @@ def main() -> None:
         settings[key] = settings.get(key, {}) | chosen
     net = testtime.load(options.source)
     net.describe(settings=settings if net.has_branch else {})
+    if options.unseen is not None:
+        other = testtime.load(options.unseen).statistics
+        if net.statistics is None or other is None or "unseen" not in other.about:
+            parser.error("both networks need statistics, that of --unseen such of held-out images")
+        usual = {name: other.about[name] for name in ("unseen", "energy", "task", "task_loss")}
+        net.statistics = dataclasses.replace(net.statistics, about=net.statistics.about | usual)
     is_file = options.target.endswith(".safetensors")
     net.save(options.target if is_file else WEIGHTS / f"{options.target}.safetensors", dtype=torch.float16)
 

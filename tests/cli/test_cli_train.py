@@ -92,7 +92,8 @@ def test_statistics_of_training_images_are_stored_with_the_network(run: Run, tmp
 
 
 def test_the_robust_recipe_and_held_out_images_are_recorded(run: Run, tmp_path: Path) -> None:
-    extra = ["--recipe", "robust", "--consistency", "3", "--severity", "1.5", "--width", "2", "--hold-out", "300"]
+    extra = ["--recipe", "robust", "--consistency", "3", "--severity", "1.5", "--width", "2"]
+    extra += ["--hold-out", "300", "--statistics", "20"]
     code, _, err = run(*TINY, "--limit", "16", "--epochs", "1", *extra, "--out", tmp_path)
     assert code == 0, err
     configuration = json.loads((tmp_path / "record.json").read_text())["configuration"]
@@ -100,3 +101,6 @@ def test_the_robust_recipe_and_held_out_images_are_recorded(run: Run, tmp_path: 
     assert (recipe["method"], recipe["consistency"], recipe["severity"]) == ("robust", 3, 1.5)
     assert configuration["network"]["architecture"]["width"] == 2
     assert (configuration["data"]["held_out"], configuration["test"]["name"]) == (300, "digits-held-out")
+    statistics = load(tmp_path / "network.safetensors").statistics
+    assert statistics is not None
+    assert statistics.about["unseen"] == {"images": 20, "set": "digits-held-out"}

@@ -40,7 +40,9 @@ def test_every_image_is_either_trained_on_or_held_out(count: int) -> None:
     training, held_out = hold_out_images(source, count)
     assert (len(training), len(held_out)) == (60 - count, count)
     assert sorted(rows(training) + rows(held_out)) == sorted(rows(source))
-    assert (training.held_out, held_out.held_out, source.held_out) == (count, 0, 0)
+    assert training.held_out is held_out
+    assert held_out.held_out is None
+    assert source.held_out is None
     assert "held-out" in held_out.name
 
 

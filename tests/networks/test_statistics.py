@@ -20,6 +20,7 @@ from models import LayersOfTorch, Residual, VisionTransformer, sequential
 from testtime import CheckpointError, YNet, collect, data, load, resnet18, resnet26, split
 from testtime.data.sets import TensorSet
 from testtime.networks.card import Statistics
+from testtime.networks.task_loss import read_task_loss
 from torch_defaults import DEFAULTS
 
 NETWORKS: dict[str, Callable[[], YNet]] = {
@@ -118,6 +119,25 @@ def test_the_images_are_a_seeded_choice_that_the_record_names() -> None:
     assert from_set.about == some.about | {"set": "mine"}
     assert same(from_set.fisher, some.fisher)
     assert same(from_set.means, some.means)
+
+
+def test_what_is_usual_is_measured_on_unseen_images() -> None:
+    net, images, unseen = make("group"), pictures(6), pictures(9, seed=1)
+    alone, both = statistics(collect(net, images)), statistics(collect(net, images, unseen=unseen, count=7))
+    usual = {"energy", "task", "task_loss"}
+    assert {name: both.about[name] for name in both.about.keys() - usual} == {
+        **{name: alone.about[name] for name in alone.about.keys() - usual},
+        "unseen": {"images": 7, "set": None},
+    }
+    other = statistics(collect(net, unseen, count=7)).about
+    assert {name: both.about[name] for name in usual} == {name: other[name] for name in usual}
+    assert same(both.fisher, alone.fisher)
+    assert same(both.means, alone.means)
+    known = read_task_loss(collect(net, images, unseen=unseen))
+    assert known is not None
+    assert known.source == "the statistics, 9 unseen images"
+    with pytest.raises(ValueError, match="`unseen` must not be empty"):
+        collect(net, images, unseen=unseen[:0])
 
 
 def test_progress_counts_the_images() -> None:

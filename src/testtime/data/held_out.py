@@ -59,7 +59,7 @@ def hold_out_images(source: TestSet, count: int) -> tuple[TestSet, TestSet]:
         count: Number of images to hold out.
 
     Returns:
-        The images to train on, whose `held_out` is the count, and the held-out ones.
+        The images to train on, and the held-out ones, which are also `held_out` of the former.
 
     Raises:
         ValueError: The count is not between 1 and the size of the set.
@@ -70,8 +70,8 @@ def hold_out_images(source: TestSet, count: int) -> tuple[TestSet, TestSet]:
     rest, last = order[:-count], order[-count:]
     origin = f"training images of {source.name}, {count} held out (seed 0)"
     training = Part(source, rest, f"{source.name}[:-{count}]", origin)
-    training.held_out = count
-    return training, Part(source, last, f"{source.name}{_SUFFIX}", origin)
+    training.held_out = Part(source, last, f"{source.name}{_SUFFIX}", origin)
+    return training, training.held_out
 
 
 def find_source(name: str) -> str | None:

@@ -66,7 +66,7 @@ class TestSet(ABC):
         right: bool `(N, K)` if samples may have several right labels, of which `labels` has the first; else None.
         ordered: Whether the order of the samples is part of the test (`cifar10-gradual`) and must not be shuffled.
         origin: The source of the images, for the record: files, or a generator and its seed.
-        held_out: Number of images that were held out from it, see `held_out.hold_out_images`.
+        held_out: The images that were held out from it, see `held_out.hold_out_images`.
     """
 
     __test__ = False  # not a test case, despite its name
@@ -77,7 +77,7 @@ class TestSet(ABC):
     right: Tensor | None = None
     ordered: bool = False
     origin: str = ""
-    held_out: int = 0
+    held_out: TestSet | None = None
 
     @abstractmethod
     def __len__(self) -> int:

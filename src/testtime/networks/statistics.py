@@ -37,7 +37,14 @@ _CHUNK = 64
 _VALUES = 1 << 27  # gradients of a chunk of images
 
 
-def collect(net: YNet, images: Tensor | TestSet, *, count: int = 2000, progress: Progress | None = None) -> YNet:
+def collect(
+    net: YNet,
+    images: Tensor | TestSet,
+    *,
+    unseen: Tensor | TestSet | None = None,
+    count: int = 2000,
+    progress: Progress | None = None,
+) -> YNet:
     """Collect a network's statistics on unlabelled images, on its device, and attach them as `net.statistics`.
 
     These are the diagonal of the empirical Fisher information of encoder and classifier, i.e. the mean over images of
@@ -45,13 +52,15 @@ def collect(net: YNet, images: Tensor | TestSet, *, count: int = 2000, progress:
     of each normalisation layer (before a fused ReLU) and of the input of the last linear layer. `about` also has the
     `energy`, the log of the sum of the exponentials of the logits (Liu et al. 2020), that 1% of the images fall below;
     and, if there is a self-supervised branch, the mean loss of its `task` on augmented copies and on plain images, and
-    the `task_loss` that 1% of the plain images exceed. Images beyond these are unlike them. The network is in
-    evaluation mode for this; its weights, buffers and mode are not changed.
+    the `task_loss` that 1% of the plain images exceed. Images beyond these are unlike them; measured on images that the
+    network was trained on, they are too strict, because it knows those by heart. The network is in evaluation mode for
+    this; its weights, buffers and mode are not changed.
 
     Args:
         net: The network.
         images: `(N, C, H, W)`, uint8 or float in [0, 1], or a set: images like those it was trained on.
-        count: Maximum number of images, chosen at random with a fixed seed.
+        unseen: Images like them that it was not trained on, for energy and task; None: the same images.
+        count: Maximum number of images, of either kind, chosen at random with a fixed seed.
         progress: Called with the images done, their number, and "statistics".
 
     Returns:
@@ -61,45 +70,42 @@ def collect(net: YNet, images: Tensor | TestSet, *, count: int = 2000, progress:
         TypeError: `images` is neither a tensor nor a set.
         ValueError: `images` does not fit the network, or `count` is less than 1.
     """
-    _check_images(net, images)
+    _check_images(net, images, "images")
+    if unseen is not None:
+        _check_images(net, unseen, "unseen")
     if not is_integer(count, 1):
         raise ValueError(f"`count` must be an integer of at least 1, got {format_value(count)}.")
-    keys = Draws.of(_SEED, torch.arange(len(images), device="cpu")).purpose("collect").keys
-    chosen = keys.argsort()[:count].sort().values
+    chosen = _choose(images, count)
     device = net.mean.device
     with torch.inference_mode(False), arithmetic("fp32", device), plain_attention():
         model = copy.deepcopy(net).eval().requires_grad_(False)
         parameters = _list_parameters(model)
         squares = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in parameters.items()}
         moments: dict[str, _Moments] = {}
-        losses: dict[str, list[Tensor]] = {}
-        digest, energies = hashlib.sha256(), []
+        digest = hashlib.sha256()
         size = max(1, min(_CHUNK, _VALUES // max(1, sum(tensor.numel() for tensor in parameters.values()))))
         done = 0
         for numbers in chosen.split(size):
-            chunk = images.images(numbers) if isinstance(images, TestSet) else images[numbers.to(images.device)]
+            chunk = _read(images, numbers)
             digest.update(chunk.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
             chunk = chunk.detach().to(device)
-            energies.append(_add_moments(model, chunk, moments).float().logsumexp(1).cpu())
-            for kind, values in (measure_task(model, chunk, Draws.of(_SEED, numbers.to(device))) or {}).items():
-                losses.setdefault(kind, []).append(values.double().cpu())
+            _add_moments(model, chunk, moments)
             for name, gradients in _find_gradients(model, parameters, chunk).items():
                 squares[name] += gradients.float().square().sum(0)
             done += len(chunk)
             if progress is not None:
                 progress(done, len(chosen), "statistics")
-        name = images.name if isinstance(images, TestSet) else None
         net.statistics = Statistics(
             fisher={name: tensor / done for name, tensor in squares.items()},
             means={name: one.mean for name, one in moments.items()},
             variances={name: one.squares / one.count for name, one in moments.items()},
             about={
                 "images": done,
-                "set": name,
+                "set": _name(images),
                 "hash": digest.hexdigest()[:16],
                 "seed": _SEED,
-                "energy": round(float(torch.cat(energies).quantile(RARE)), 4),
-                **_describe_losses({kind: torch.cat(values) for kind, values in losses.items()}),
+                **({} if unseen is None else {"unseen": {"images": min(len(unseen), count), "set": _name(unseen)}}),
+                **_describe_usual(model, images if unseen is None else unseen, count),
             },
         )
     return net
@@ -131,22 +137,36 @@ def check_statistics(net: YNet, statistics: Statistics) -> None:
     compare_tensors(statistics.to_tensors(), wanted)
 
 
-def _check_images(net: YNet, images: Any) -> None:
+def _check_images(net: YNet, images: Any, name: str) -> None:
     """Check the images for `collect`, except for their size."""
     if not isinstance(images, (Tensor, TestSet)):
-        raise TypeError(f"`images` must be a tensor or a set of testtime.data, got {type(images).__name__}.")
+        raise TypeError(f"`{name}` must be a tensor or a set of testtime.data, got {type(images).__name__}.")
     if isinstance(images, Tensor):
         if images.dim() != 4 or not (images.dtype == torch.uint8 or images.is_floating_point()):
             found = f"{images.dtype} {tuple(images.shape)}"
-            raise ValueError(f"`images` must be (N, C, H, W), uint8 or floats in [0, 1], got {found}.")
+            raise ValueError(f"`{name}` must be (N, C, H, W), uint8 or floats in [0, 1], got {found}.")
         if not images.isfinite().all():
-            raise ValueError("`images` must be finite.")
-        net.check_range("images", images)
+            raise ValueError(f"`{name}` must be finite.")
+        net.check_range(name, images)
     if not len(images):
-        raise ValueError("`images` must not be empty.")
+        raise ValueError(f"`{name}` must not be empty.")
     channels = images.shape[-3]
     if net.channels not in (None, channels):
-        raise ValueError(f"`images` must have {net.channels} channels, got {channels}.")
+        raise ValueError(f"`{name}` must have {net.channels} channels, got {channels}.")
+
+
+def _choose(images: Tensor | TestSet, count: int) -> Tensor:
+    """Return up to `count` sample numbers, in ascending order."""
+    keys = Draws.of(_SEED, torch.arange(len(images), device="cpu")).purpose("collect").keys
+    return keys.argsort()[:count].sort().values
+
+
+def _read(images: Tensor | TestSet, numbers: Tensor) -> Tensor:
+    return images.images(numbers) if isinstance(images, TestSet) else images[numbers.to(images.device)]
+
+
+def _name(images: Tensor | TestSet) -> str | None:
+    return images.name if isinstance(images, TestSet) else None
 
 
 def _find_gradients(model: YNet, parameters: dict[str, Tensor], images: Tensor) -> dict[str, Tensor]:
@@ -159,12 +179,20 @@ def _find_gradients(model: YNet, parameters: dict[str, Tensor], images: Tensor) 
     return vmap(grad(loss), in_dims=(None, 0))(parameters, images)
 
 
-def _describe_losses(losses: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the entries of the record about the task's losses, `(N,)` each, of copies and of plain images."""
-    if not losses:
-        return {}
-    means = {kind: float(values.mean()) for kind, values in losses.items()}
-    return {"task": means, "task_loss": round(float(losses["plain"].quantile(1 - RARE)), 4)}
+@torch.no_grad()
+def _describe_usual(model: YNet, images: Tensor | TestSet, count: int) -> dict[str, Any]:
+    """Return the entries of the record about what images usually have: energy and, with a branch, the task's loss."""
+    device, energies, losses = model.mean.device, [], dict[str, list[Tensor]]()
+    for numbers in _choose(images, count).split(_CHUNK):
+        chunk = _read(images, numbers).detach().to(device)
+        energies.append(model(chunk).float().logsumexp(1).cpu())
+        for kind, values in (measure_task(model, chunk, Draws.of(_SEED, numbers.to(device))) or {}).items():
+            losses.setdefault(kind, []).append(values.double().cpu())
+    about: dict[str, Any] = {"energy": round(float(torch.cat(energies).quantile(RARE)), 4)}
+    if losses:
+        about["task"] = {kind: float(torch.cat(values).mean()) for kind, values in losses.items()}
+        about["task_loss"] = round(float(torch.cat(losses["plain"]).quantile(1 - RARE)), 4)
+    return about
 
 
 class _Moments:
@@ -186,8 +214,8 @@ class _Moments:
 
 
 @torch.no_grad()
-def _add_moments(model: YNet, images: Tensor, moments: dict[str, _Moments]) -> Tensor:
-    """Run the network and add the activations of its layers to their moments; returns its logits."""
+def _add_moments(model: YNet, images: Tensor, moments: dict[str, _Moments]) -> None:
+    """Run the network and add the activations of its layers to their moments."""
     features: list[Tensor] = []
 
     def add(name: str, values: Tensor, axis: int) -> None:
@@ -210,14 +238,13 @@ def _add_moments(model: YNet, images: Tensor, moments: dict[str, _Moments]) -> T
         for layer in _list_linear(model):
             stack.callback(layer.register_forward_pre_hook(store).remove)
         try:
-            logits: Tensor = model(images)
+            model(images)
         except RuntimeError as error:
             raise ValueError(
                 f"The network does not accept images of shape {tuple(images.shape[1:])}: {error}"
             ) from None
     if features:
         add(FEATURES, features[0], -1)  # of the linear layer that was called last
-    return logits
 
 
 def _list_parameters(net: YNet) -> dict[str, Tensor]:

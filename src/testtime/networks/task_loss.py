@@ -77,7 +77,9 @@ def read_task_loss(net: YNet, images: Literal["copies", "plain"] = "plain") -> T
     about: Any = {} if net.statistics is None else net.statistics.about  # from a file, not validated
     measured = find_entry(about, "task", images)
     if isinstance(measured, float):
-        return TaskLoss(f"the statistics, {about.get('images')} images", measured)
+        unseen = find_entry(about, "unseen", "images")
+        number = f"{about.get('images')} images" if unseen is None else f"{unseen} unseen images"
+        return TaskLoss(f"the statistics, {number}", measured)
     record: Any = net.card.record
     for key, kind in (("held_out", "held-out"), ("training", "training")):
         known = [find_entry(record, "branch", key, name) for name in ("loss", "error")]

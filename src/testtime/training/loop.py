@@ -54,7 +54,8 @@ def train(
         test: Images and labels, or a labelled set, evaluated after each epoch.
         target: Unlabelled images of the target set, for "uda".
         classes: Class names; by default those of the set or of the network's card.
-        statistics: Number of training images on which to collect the network's statistics at the end, see `collect`.
+        statistics: Number of training images on which to collect the network's statistics at the end, see `collect`;
+            what is usual is measured on images that were held out, if there are any.
         progress: Called with the steps done, their total, and the results of the last epoch.
 
     Returns:
@@ -210,7 +211,9 @@ class _Run:
         net.describe(record=make_record(self.configuration, self.history, self.training.device))
         net.statistics = None  # those of other weights
         if statistics:
-            collect(net, self.training.pools[0].source, count=statistics, progress=progress)
+            images = self.training.pools[0].source
+            unseen = images.held_out if isinstance(images, TestSet) else None
+            collect(net, images, unseen=unseen, count=statistics, progress=progress)
         if self.folder is not None and rank() == 0:
             net.save(self.folder.network)
 

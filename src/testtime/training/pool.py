@@ -88,7 +88,8 @@ class Pool:
         """Metadata and a hash of the images."""
         plain: dict[str, Any] = {"count": self.count, "shape": list(self.shape)}
         if isinstance(self.source, TestSet):
-            optional = {"held_out": self.source.held_out, "skipped": list(self.source.skipped)}
+            held_out = self.source.held_out
+            optional = {"held_out": 0 if held_out is None else len(held_out), "skipped": list(self.source.skipped)}
             given = {name: value for name, value in optional.items() if value}
             return {"name": self.source.name, **plain, "hash": self.source.fingerprint()[:16], **given}
         assert self.tensor is not None
