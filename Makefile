@@ -9,7 +9,7 @@ demo: $(INSTALLED) ## train on the built-in digits, adapt under shifts, write de
 	$(BIN)/testtime demo --out demo
 
 test: lint ## everything that must hold: style, types, tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" --ignore=tests/extras
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-extras: $(INSTALLED) ## what takes or needs more: slow tests, models, kernels off, sanitizers, Triton, Ray, LaTeX, made-up requests, a browser, notebooks, the site
 	$(BIN)/python tests/extras/run.py

@@ -177,7 +177,7 @@ def test(python: str, sdist: Path, wheel: Path, arguments: Sequence[str]) -> Non
             archive.extractall(folder, filter="data")
         (tree,) = folder.iterdir()
         shutil.rmtree(tree / "src")  # so that nothing but the wheel can be imported
-        chosen = list(arguments) or ["-n", "2", "--dist", "worksteal", "-m", "not slow", "--ignore=tests/extras"]
+        chosen = list(arguments) or ["-n", "2", "--dist", "worksteal", "-m", "not slow"]
         run([made, "-m", "pytest", "-q", *chosen], cwd=tree)
 
 

@@ -119,7 +119,7 @@ MODELS = Venv(
     gigabytes=8,
 )
 EXTRAS = {
-    "slow": Extra(("-n", "2", "-m", "slow and not gpu", "--ignore=tests/extras")),
+    "slow": Extra(("-n", "2", "-m", "slow and not gpu")),
     "models": Extra(("-n", "2", "tests/extras/test_models.py", "tests/extras/test_model_sources.py"), venv=MODELS),
     "documented models": Extra(("tests/extras/test_documented_models.py",), venv=MODELS),
     "notebooks": Extra(("tests/extras/test_notebooks.py",), packages=("nbclient", "ipykernel")),
