@@ -136,14 +136,20 @@ def test_what_is_usual_is_measured_on_unseen_images() -> None:
     known = read_task_loss(collect(net, images, unseen=unseen))
     assert known is not None
     assert known.source == "the statistics, 9 unseen images"
-    with pytest.raises(ValueError, match="`unseen` must not be empty"):
-        collect(net, images, unseen=unseen[:0])
+    for others, said in ((unseen[:0], "`unseen` must not be empty"), (torch.zeros(2, 3, 0, 16), "shape")):
+        with pytest.raises(ValueError, match=said):
+            collect(net, images, unseen=others)
 
 
 def test_progress_counts_the_images() -> None:
     seen: list[tuple[int, int]] = []
     collect(make("sequential"), pictures(70), progress=lambda done, total, _: seen.append((done, total)))
     assert seen == [(64, 70), (70, 70)]
+    seen.clear()
+    collect(
+        make("sequential"), pictures(3), unseen=pictures(70), progress=lambda done, total, _: seen.append((done, total))
+    )
+    assert seen == [(3, 73), (67, 73), (73, 73)]
 
 
 # What does not change

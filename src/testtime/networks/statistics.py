@@ -67,8 +67,8 @@ def collect(
         The same network.
 
     Raises:
-        TypeError: `images` is neither a tensor nor a set.
-        ValueError: `images` does not fit the network, or `count` is less than 1.
+        TypeError: `images` or `unseen` is neither a tensor nor a set.
+        ValueError: `images` or `unseen` does not fit the network, or `count` is less than 1.
     """
     _check_images(net, images, "images")
     if unseen is not None:
@@ -76,13 +76,15 @@ def collect(
     if not is_integer(count, 1):
         raise ValueError(f"`count` must be an integer of at least 1, got {format_value(count)}.")
     chosen = _choose(images, count)
-    device = net.mean.device
+    others = chosen[:0] if unseen is None else _choose(unseen, count)
+    total = len(chosen) + len(others)
+    device, report = net.mean.device, progress or (lambda *_: None)
     with torch.inference_mode(False), arithmetic("fp32", device), plain_attention():
         model = copy.deepcopy(net).eval().requires_grad_(False)
         parameters = _list_parameters(model)
         squares = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in parameters.items()}
         moments: dict[str, _Moments] = {}
-        digest = hashlib.sha256()
+        usual, digest = _Usual(model), hashlib.sha256()
         size = max(1, min(_CHUNK, _VALUES // max(1, sum(tensor.numel() for tensor in parameters.values()))))
         done = 0
         for numbers in chosen.split(size):
@@ -90,11 +92,16 @@ def collect(
             digest.update(chunk.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
             chunk = chunk.detach().to(device)
             _add_moments(model, chunk, moments)
+            if unseen is None:
+                usual.add(chunk, numbers)
             for name, gradients in _find_gradients(model, parameters, chunk).items():
                 squares[name] += gradients.float().square().sum(0)
             done += len(chunk)
-            if progress is not None:
-                progress(done, len(chosen), "statistics")
+            report(done, total, "statistics")
+        if unseen is not None:
+            for numbers in others.split(_CHUNK):
+                usual.add(_read(unseen, numbers).detach().to(device), numbers)
+                report(done + usual.count, total, "statistics")
         net.statistics = Statistics(
             fisher={name: tensor / done for name, tensor in squares.items()},
             means={name: one.mean for name, one in moments.items()},
@@ -104,8 +111,8 @@ def collect(
                 "set": _name(images),
                 "hash": digest.hexdigest()[:16],
                 "seed": _SEED,
-                **({} if unseen is None else {"unseen": {"images": min(len(unseen), count), "set": _name(unseen)}}),
-                **_describe_usual(model, images if unseen is None else unseen, count),
+                **({} if unseen is None else {"unseen": {"images": usual.count, "set": _name(unseen)}}),
+                **usual.describe(),
             },
         )
     return net
@@ -179,20 +186,30 @@ def _find_gradients(model: YNet, parameters: dict[str, Tensor], images: Tensor) 
     return vmap(grad(loss), in_dims=(None, 0))(parameters, images)
 
 
-@torch.no_grad()
-def _describe_usual(model: YNet, images: Tensor | TestSet, count: int) -> dict[str, Any]:
-    """Return the entries of the record about what images usually have: energy and, with a branch, the task's loss."""
-    device, energies, losses = model.mean.device, [], dict[str, list[Tensor]]()
-    for numbers in _choose(images, count).split(_CHUNK):
-        chunk = _read(images, numbers).detach().to(device)
-        energies.append(model(chunk).float().logsumexp(1).cpu())
-        for kind, values in (measure_task(model, chunk, Draws.of(_SEED, numbers.to(device))) or {}).items():
-            losses.setdefault(kind, []).append(values.double().cpu())
-    about: dict[str, Any] = {"energy": round(float(torch.cat(energies).quantile(RARE)), 4)}
-    if losses:
-        about["task"] = {kind: float(torch.cat(values).mean()) for kind, values in losses.items()}
-        about["task_loss"] = round(float(torch.cat(losses["plain"]).quantile(1 - RARE)), 4)
-    return about
+class _Usual:
+    """What images usually have, energy and, with a branch, the task's loss, of images that come in batches."""
+
+    def __init__(self, model: YNet) -> None:
+        self._model, self.count = model, 0
+        self._energies: list[Tensor] = []
+        self._losses: dict[str, list[Tensor]] = {}
+
+    @torch.no_grad()
+    def add(self, images: Tensor, numbers: Tensor) -> None:
+        """Add images on the model's device, and their sample numbers `(n,)`."""
+        self.count += len(images)
+        self._energies.append(_run(self._model, images).float().logsumexp(1).cpu())
+        draws = Draws.of(_SEED, numbers.to(images.device))
+        for kind, values in (measure_task(self._model, images, draws) or {}).items():
+            self._losses.setdefault(kind, []).append(values.double().cpu())
+
+    def describe(self) -> dict[str, Any]:
+        """Return the entries of the record."""
+        about: dict[str, Any] = {"energy": round(float(torch.cat(self._energies).quantile(RARE)), 4)}
+        if self._losses:
+            about["task"] = {kind: float(torch.cat(values).mean()) for kind, values in self._losses.items()}
+            about["task_loss"] = round(float(torch.cat(self._losses["plain"]).quantile(1 - RARE)), 4)
+        return about
 
 
 class _Moments:
@@ -237,14 +254,17 @@ def _add_moments(model: YNet, images: Tensor, moments: dict[str, _Moments]) -> N
             stack.callback(layer.register_forward_hook(make_hook(name, axis)).remove)
         for layer in _list_linear(model):
             stack.callback(layer.register_forward_pre_hook(store).remove)
-        try:
-            model(images)
-        except RuntimeError as error:
-            raise ValueError(
-                f"The network does not accept images of shape {tuple(images.shape[1:])}: {error}"
-            ) from None
+        _run(model, images)
     if features:
         add(FEATURES, features[0], -1)  # of the linear layer that was called last
+
+
+def _run(model: YNet, images: Tensor) -> Tensor:
+    try:
+        return model(images)
+    except RuntimeError as error:
+        shape = tuple(images.shape[1:])
+        raise ValueError(f"The network does not accept images of shape {shape}: {error}") from None
 
 
 def _list_parameters(net: YNet) -> dict[str, Tensor]:
