@@ -416,6 +416,7 @@ def best(net: tt.YNet) -> Predict:
         if gaps[1] < -0.2:
             model.load_state_dict(net.state_dict())
             memory.clear()
+            average, recent, lasting, classes = limit, torch.zeros(2), torch.zeros(2), torch.zeros(10)
         return theirs + (ours - theirs) / (1 + math.exp(-40 * (gaps[0] + 0.2)))
 
     return one_by_one(predict)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,14 +29,14 @@ SETTINGS = {
 """The paper's, for networks with a self-supervised branch."""
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Write the network."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="a network file")
     parser.add_argument("target", help="name of a bundled network, or a file")
     parser.add_argument("--choices", nargs="*", default=[], type=Path, help="files of `testtime tune`")
     parser.add_argument("--unseen", help="a network file: what is usual on images that it has not seen")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     settings = {mode: dict(own) for mode, own in SETTINGS.items()}
     for file in options.choices:
         choice = json.loads(file.read_text())
@@ -47,8 +48,8 @@ def main() -> None:
     if options.unseen is not None:
         other = testtime.load(options.unseen).statistics
         if net.statistics is None or other is None or "unseen" not in other.about:
-            parser.error("both networks need statistics, that of --unseen such of held-out images")
-        usual = {name: other.about[name] for name in ("unseen", "energy", "task", "task_loss")}
+            parser.error("--unseen needs statistics in both networks, in its own of images that were held out")
+        usual = {key: other.about[key] for key in ("unseen", "energy", "task", "task_loss")}
         net.statistics = dataclasses.replace(net.statistics, about=net.statistics.about | usual)
     is_file = options.target.endswith(".safetensors")
     net.save(options.target if is_file else WEIGHTS / f"{options.target}.safetensors", dtype=torch.float16)

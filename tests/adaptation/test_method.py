@@ -456,10 +456,10 @@ def test_answers_are_the_same_if_the_loss_is_not_measured(
     assert bare.describe() == {**measured.describe(), "measure_loss": False}
 
 
-@pytest.mark.parametrize("method", ["tent", "best"])
-def test_a_loss_that_belongs_to_the_answer_is_measured_in_any_case(method: str) -> None:
+@pytest.mark.parametrize("given", [{"method": "tent"}, {"method": "best", "statistics": "source"}])
+def test_a_loss_that_belongs_to_the_answer_is_measured_in_any_case(given: dict[str, Any]) -> None:
     net, images = network("batch"), pictures()
-    given: dict[str, Any] = {"method": method, "lr": 0.01, "guard": 1e-9, "statistics": "source"}
+    given = {"lr": 0.01, "guard": 1e-9, **given}
     assert same(Online(net, **given, measure_loss=False).predict(images), Online(net, **given).predict(images))
 
 

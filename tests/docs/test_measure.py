@@ -1,4 +1,4 @@
-"""The commands of results/measure.py are commands of this version, and how it condenses comparisons."""
+"""The scripts in results/: commands are those of this version, comparisons condensed, networks made to distribute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import typer
 
+from adapters import pictures
 from scripts import load_script
+from testtime import collect, load, resnet26
 from testtime.cli.commands import app
 from testtime.evaluation import make_plan, run_plan
 from testtime.evaluation.method_specs import find_spec
@@ -41,3 +43,18 @@ def test_a_comparison_is_condensed_to_its_scores(tmp_path: Path) -> None:
         assert row["error"] == pytest.approx(100 * (1 - counts["is_right"] / counts["labelled"]))
         assert row["interval"][0] <= row["error"] <= row["interval"][1]
         assert row["errors"] == [pytest.approx(row["error"])]
+
+
+def test_a_network_takes_what_is_usual_from_one_that_has_not_seen_the_images(tmp_path: Path) -> None:
+    bundle, kept = load_script("results/bundle.py"), {}
+    for name, unseen in (("all", None), ("some", pictures(5, seed=1))):
+        net = resnet26(depth=8, size=16)
+        kept[name] = collect(net, pictures(4), unseen=unseen).statistics
+        net.save(tmp_path / f"{name}.safetensors")
+    source, other, target = (str(tmp_path / f"{name}.safetensors") for name in ("all", "some", "made"))
+    bundle.main([source, target, "--unseen", other])
+    found = load(target).statistics
+    assert found is not None
+    assert found.about == kept["some"].about != kept["all"].about
+    with pytest.raises(SystemExit):
+        bundle.main([source, target, "--unseen", source])
