@@ -4,13 +4,13 @@
     python benchmarks/methods.py --out results/methods-cpu.json
     python benchmarks/methods.py --device cuda --out results/methods-h200.json
 
-The network is the bundled ResNet-26 with Batch Normalization, the images are coloured patches with noise, 32×32 pixels,
-so that some answers are certain and not all alike. A loop takes a batch, makes its update and predicts the batch with
-the updated network, all with torch's own modules and optimizers. Views are made by the
-package's batched augmentations in both, which favours the loops of methods that are usually written with pictures. The
-adapters do more: they observe a batch before the update too, and check and, if need be, undo it. Both take turns; the
-speed is the median over the rounds of the loop's time divided by the adapter's. For methods without random views a row
-also has the largest difference of their logits after the first batch, relative to the largest logit.
+The network is a bundled ResNet-26, by default that with Batch Normalization, the images are coloured patches with
+noise, 32×32 pixels, so that some answers are certain and not all alike. A loop takes a batch, makes its update and
+predicts the batch with the updated network, all with torch's own modules and optimizers. Views are made by the
+package's batched augmentations in both, which favours the loops of methods that are usually written with pictures.
+The adapters do more: they observe a batch before the update too, and check and, if need be, undo it. Both take turns;
+the speed is the median over the rounds of the loop's time divided by the adapter's. For methods without random views
+a row also has the largest difference of their logits after the first batch, relative to the largest logit.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ def ttt(net: tt.YNet) -> Predict:
 
 
 def best(net: tt.YNet) -> Predict:
-    model, known = copy.deepcopy(net), read_task_loss(net, "copies")
+    model, known = copy.deepcopy(net), read_task_loss(net, "copies", trained=True)
     assert known is not None
     optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.0005)
     limit = average = EASY * known.loss
@@ -397,7 +397,7 @@ def best(net: tt.YNet) -> Predict:
         nonlocal average, recent, lasting, classes
         memory.append(image)
         del memory[:-64]
-        (theirs, first), (_, second) = observe(net, image), observe(model, image)
+        (theirs, first), (before, second) = observe(net, image), observe(model, image)
         loss = measure_rotation(model, image, COPIES["best"])
         average = 0.99 * average + 0.01 * loss.item()
         if average > limit:
@@ -411,7 +411,7 @@ def best(net: tt.YNet) -> Predict:
         ours, _ = observe(model, image)
         losses = torch.tensor([first, second])
         recent, lasting = 0.9 * recent + 0.1 * losses, 0.98 * lasting + 0.02 * losses
-        classes = classes + (theirs[0].softmax(0).cpu() - classes) / 64
+        classes = classes + (before[0].softmax(0).cpu() - classes) / 64
         gaps = [float(torch.diff(-(one + 0.05).log())) for one in (recent, lasting)]
         if gaps[1] < -0.2:
             model.load_state_dict(net.state_dict())
@@ -493,6 +493,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="small batches and few rounds")
     parser.add_argument("--methods", help="names, separated by commas", default=",".join(LOOPS))
+    parser.add_argument("--checkpoint", default="cifar10-resnet26-bn-joint", help="a network (default: %(default)s)")
     parser.add_argument("--batch", type=int, help="images per call, of methods that learn from batches")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
@@ -503,7 +504,7 @@ def main() -> None:
     if unknown := sorted(set(names) - set(LOOPS)):
         parser.error(f"there is no loop for {unknown[0]!r}; there are {', '.join(LOOPS)}")
     warnings.simplefilter("ignore")
-    net = tt.load("cifar10-resnet26-bn-joint").to(options.device).eval()
+    net = tt.load(options.checkpoint).to(options.device).eval()
     images = make_images(4 * batch).unflatten(0, (4, batch)).to(options.device)
     machine = describe_machine(torch.device(options.device))
     document: dict[str, Any] = {

@@ -49,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         other = testtime.load(options.unseen).statistics
         if net.statistics is None or other is None or "unseen" not in other.about:
             parser.error("--unseen needs statistics in both networks, in its own of images that were held out")
-        usual = {key: other.about[key] for key in ("unseen", "energy", "task", "task_loss")}
-        net.statistics = dataclasses.replace(net.statistics, about=net.statistics.about | usual)
+        about = net.statistics.about | {"unseen": other.about["unseen"]}
+        net.statistics = dataclasses.replace(net.statistics, about=about)
     is_file = options.target.endswith(".safetensors")
     net.save(options.target if is_file else WEIGHTS / f"{options.target}.safetensors", dtype=torch.float16)
 

@@ -9,8 +9,8 @@ branch for one, `tune-` steps choose settings, the others evaluate. Its run fold
 is resumed. Its result is then copied here: the record of a training, the choice, the summary of an evaluation. Needs
 CIFAR-10, and CIFAR-10-C made with the frost photographs, under $TESTTIME_DATA, see docs/results.md (without CIFAR-10-C,
 frost is procedural). Between tuning and testing, results/bundle.py adds the chosen settings to the file of a network:
-`recommended.safetensors` of a ViT, `runs/tuned-gn.safetensors` for the comparison of methods. To what `auto-` steps
-find, benchmarks/auto.py fits a calibration. For the steps on photographs the eight classes of ImageNet in
+`recommended.safetensors` of a ViT, `runs/tuned-gn.safetensors` for the comparison of methods. To what `auto`
+finds, benchmarks/auto.py fits a calibration. For the steps on photographs the eight classes of ImageNet in
 `photographs/`, see docs/results/photographs.md.
 """
 
@@ -132,11 +132,16 @@ PROTOCOLS = {
     "clean": "--protocol clean",
 }
 """Name → protocol."""
+FULL = "reset", "continual"
+"""Protocols that are run on full sets."""
 COMPARED = {"gn": JOINT, "bn": "cifar10-resnet26-bn-joint", "robust": ROBUST}
 """Name → network."""
 COMPARISONS = {
-    **{name: f"--methods {BATCHED} --batch 200 {SOME} {protocol}" for name, protocol in PROTOCOLS.items()},
-    **{f"{name}-single": f"--methods {SINGLE} --batch 200 {SOME} {protocol}" for name, protocol in PROTOCOLS.items()},
+    **{
+        f"{name}{suffix}": f"--methods {methods} --batch 200 {'--shuffle' if name in FULL else SOME} {protocol}"
+        for name, protocol in PROTOCOLS.items()
+        for suffix, methods in (("", BATCHED), ("-single", SINGLE))
+    },
     "batch-1": f"--methods fixed,norm,tent,eata,rotta --batch 1 {SOME}",
     **{f"batch-{batch}": f"--methods {BATCHED} --batch {batch} --limit 500 --shuffle" for batch in (16, 64)},
     **{
@@ -189,7 +194,7 @@ EVALUATIONS = {
     "levels": f"-c {JOINT} --data cifar10-c --methods fixed,online --precision bf16 --shuffle",
     "standard-level-5": f"-c {JOINT} --data cifar10-c --levels 5 --methods fixed,episodic --precision bf16 --shuffle",
     "standard-levels-1-4": f"-c {JOINT} --data cifar10-c --levels 1-4 --no-original --methods fixed,episodic "
-    "--precision bf16 --shuffle --limit 2000",
+    "--precision bf16 --shuffle",
     "baseline": "--baseline cifar10-resnet26-gn-plain --data cifar10-c --methods plain --shuffle",
     "alp": "--network alp=cifar10-resnet26-gn-alp --data cifar10-c --methods alp --shuffle",
     "uda": "--network 'uda=runs/uda/{set}/network.safetensors' --matrix baselines --methods uda",
@@ -235,8 +240,7 @@ EVALUATIONS = {
         f"--methods best,without-original,fixed-mirrored --batch 200 --protocol {protocol} --limit 1000"
         for protocol in ("reset", "clean", "correlated")
     },
-    "auto-short": "-c runs/selection-short/network.safetensors --data cifar10-held-out-c --levels 1-5 --methods "
-    "fixed,episodic,online --limit 300 --shuffle",
+    "auto": f"{SELECTED} --data cifar10-held-out-c --levels 1-5 --methods fixed,episodic,online --limit 1000 --shuffle",
     "past-branch": "-c runs/branch-gn-20-0/network.safetensors --matrix best --precision bf16 --methods best,"
     "fixed-mirrored",
     "robust-x2-level-5": f"-c {ROBUST_X2} {LEVEL_5}",

@@ -121,21 +121,22 @@ def test_the_images_are_a_seeded_choice_that_the_record_names() -> None:
     assert same(from_set.means, some.means)
 
 
-def test_what_is_usual_is_measured_on_unseen_images() -> None:
+def test_what_is_usual_is_measured_on_unseen_images_too() -> None:
     net, images, unseen = make("group"), pictures(6), pictures(9, seed=1)
     alone, both = statistics(collect(net, images)), statistics(collect(net, images, unseen=unseen, count=7))
-    usual = {"energy", "task", "task_loss"}
-    assert {name: both.about[name] for name in both.about.keys() - usual} == {
-        **{name: alone.about[name] for name in alone.about.keys() - usual},
-        "unseen": {"images": 7, "set": None},
-    }
     other = statistics(collect(net, unseen, count=7)).about
-    assert {name: both.about[name] for name in usual} == {name: other[name] for name in usual}
+    usual = {name: other[name] for name in ("images", "set", "energy", "task", "task_loss")}
+    assert both.about == {**alone.about, "unseen": usual}
+    assert both.usual == {**both.about, **usual}
+    assert alone.usual == alone.about
     assert same(both.fisher, alone.fisher)
     assert same(both.means, alone.means)
-    known = read_task_loss(collect(net, images, unseen=unseen))
+    collect(net, images, unseen=unseen)
+    known, trained = read_task_loss(net), read_task_loss(net, trained=True)
     assert known is not None
-    assert known.source == "the statistics, 9 unseen images"
+    assert trained is not None
+    assert (known.source, trained.source) == ("the statistics, 9 unseen images", "the statistics, 6 images")
+    assert trained.loss == alone.about["task"]["plain"]
     for others, said in ((unseen[:0], "`unseen` must not be empty"), (torch.zeros(2, 3, 0, 16), "shape")):
         with pytest.raises(ValueError, match=said):
             collect(net, images, unseen=others)

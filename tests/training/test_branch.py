@@ -432,10 +432,11 @@ def test_a_loss_that_explodes_is_reported_and_the_checkpoint_remains(tmp_path: P
 
 def test_statistics_stay_with_the_weights_they_belong_to() -> None:
     net = resnet26(3, depth=8, channels=1, size=8)
-    collect(net, IMAGES, count=10)
+    collect(net, IMAGES, unseen=IMAGES, count=10)
     fitted = fit_branch(copy.deepcopy(net), IMAGES, **SHORT)
     assert fitted.statistics is not None
     assert net.statistics is not None
+    assert fitted.statistics.usual.keys() == fitted.statistics.about.keys()
     assert net.statistics.about.keys() - fitted.statistics.about.keys() == {"task", "task_loss"}  # of the old branch
     known = read_task_loss(fitted)
     assert known is not None

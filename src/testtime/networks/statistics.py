@@ -53,13 +53,13 @@ def collect(
     `energy`, the log of the sum of the exponentials of the logits (Liu et al. 2020), that 1% of the images fall below;
     and, if there is a self-supervised branch, the mean loss of its `task` on augmented copies and on plain images, and
     the `task_loss` that 1% of the plain images exceed. Images beyond these are unlike them; measured on images that the
-    network was trained on, they are too strict, because it knows those by heart. The network is in evaluation mode for
-    this; its weights, buffers and mode are not changed.
+    network was trained on, they are too strict, because it knows those by heart: `about["unseen"]` has the same of
+    others. The network is in evaluation mode for this; its weights, buffers and mode are not changed.
 
     Args:
         net: The network.
         images: `(N, C, H, W)`, uint8 or float in [0, 1], or a set: images like those it was trained on.
-        unseen: Images like them that it was not trained on, for energy and task; None: the same images.
+        unseen: Images like them that it was not trained on, for energy and task.
         count: Maximum number of images, of either kind, chosen at random with a fixed seed.
         progress: Called with the images done, their number, and "statistics".
 
@@ -84,36 +84,29 @@ def collect(
         parameters = _list_parameters(model)
         squares = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in parameters.items()}
         moments: dict[str, _Moments] = {}
-        usual, digest = _Usual(model), hashlib.sha256()
+        seen, usual, digest = _Usual(model), _Usual(model), hashlib.sha256()
         size = max(1, min(_CHUNK, _VALUES // max(1, sum(tensor.numel() for tensor in parameters.values()))))
-        done = 0
         for numbers in chosen.split(size):
             chunk = _read(images, numbers)
             digest.update(chunk.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
             chunk = chunk.detach().to(device)
             _add_moments(model, chunk, moments)
-            if unseen is None:
-                usual.add(chunk, numbers)
+            seen.add(chunk, numbers)
             for name, gradients in _find_gradients(model, parameters, chunk).items():
                 squares[name] += gradients.float().square().sum(0)
-            done += len(chunk)
-            report(done, total, "statistics")
+            report(seen.count, total, "statistics")
+        about = {"images": seen.count, "set": _name(images), "hash": digest.hexdigest()[:16], "seed": _SEED}
+        about |= seen.describe()
         if unseen is not None:
             for numbers in others.split(_CHUNK):
                 usual.add(_read(unseen, numbers).detach().to(device), numbers)
-                report(done + usual.count, total, "statistics")
+                report(seen.count + usual.count, total, "statistics")
+            about["unseen"] = {"images": usual.count, "set": _name(unseen), **usual.describe()}
         net.statistics = Statistics(
-            fisher={name: tensor / done for name, tensor in squares.items()},
+            fisher={name: tensor / seen.count for name, tensor in squares.items()},
             means={name: one.mean for name, one in moments.items()},
             variances={name: one.squares / one.count for name, one in moments.items()},
-            about={
-                "images": done,
-                "set": _name(images),
-                "hash": digest.hexdigest()[:16],
-                "seed": _SEED,
-                **({} if unseen is None else {"unseen": {"images": usual.count, "set": _name(unseen)}}),
-                **usual.describe(),
-            },
+            about=about,
         )
     return net
 

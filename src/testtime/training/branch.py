@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from testtime import tasks
+from testtime.checks import is_table
 from testtime.data.sets import TestSet
 from testtime.networks.branch import copy_classifier
 from testtime.networks.ynet import YNet
@@ -231,9 +232,12 @@ def _describe(training: BranchTraining, configuration: dict[str, Any], history: 
     if training.recipe.joint:
         net.statistics = None  # those of other weights
     elif net.statistics is not None:
-        about = net.statistics.about
-        left = {key: value for key, value in about.items() if key not in ("task", "task_loss")}  # of another branch
-        net.statistics = replace(net.statistics, about=left)
+        net.statistics = replace(net.statistics, about=_without_task(net.statistics.about))  # that of another branch
+
+
+def _without_task(about: dict[str, Any]) -> dict[str, Any]:
+    left = {key: value for key, value in about.items() if key not in ("task", "task_loss")}
+    return {key: _without_task(value) if key == "unseen" and is_table(value) else value for key, value in left.items()}
 
 
 def format_branch(about: dict[str, Any]) -> str:

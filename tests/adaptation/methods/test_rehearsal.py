@@ -43,7 +43,7 @@ def rehearse(
 ) -> Iterator[tuple[Tensor, bool]]:
     """The answer to each image of a stream, and whether there was a step."""
     model, held, average = copy.deepcopy(net).eval(), {}, limit
-    losses, classes = [0.0, 0.0], torch.zeros(10)  # of the original network and the adapted one; of the original one
+    losses, classes = [0.0, 0.0], torch.zeros(10)  # of the original network and the adapted one; of the latter
     assert model.ssl is not None
     optimizer = torch.optim.SGD(model.encoder.parameters(), lr=LR)
     for number, image in enumerate(images):
@@ -66,7 +66,7 @@ def rehearse(
             loss = task + weight * len(held) / memory * diversity * inform
         average = momentum * average + (1 - momentum) * float(task.detach())
         learns = limit == 0 or average > limit
-        (theirs, first), (_, second) = look(net, image), look(model, image)
+        (theirs, first), (before, second) = look(net, image), look(model, image)
         if learns:
             optimizer.zero_grad()
             loss.backward()
@@ -74,7 +74,7 @@ def rehearse(
         ours, _ = look(model, image)
         if sharpness:
             losses = [0.9 * old + 0.1 * new for old, new in zip(losses, (first, second), strict=True)]
-            classes = classes + (theirs[0].softmax(0) - classes) / max(memory, 1)
+            classes = classes + (before[0].softmax(0) - classes) / max(memory, 1)
             ratio = math.exp(0.2) * (losses[0] + 0.05) / (losses[1] + 0.05)
             ours = theirs + (ours - theirs) / (1 + ratio**-sharpness)
         yield ours, learns

@@ -31,7 +31,7 @@ class Rehearsal(Hedged):
 
     The memory holds the last `memory` images of a stream, in 8 bits; 0 does without. As many crops are drawn from it as
     there are copies. Their loss, see `measure_information`, has the weight `weight`, and proportionally less while the
-    memory is being filled, and while recent images seem to be of few classes, see `measure_diversity`.
+    memory is being filled, and while recent answers are of few classes, see `measure_diversity`.
 
     A stream learns only while the task is harder than in training: while the moving average of its loss on the copies
     exceeds `drift` times the loss in training, see `read_task_loss`. The average starts at that limit. A `drift` of 0,
@@ -45,7 +45,7 @@ class Rehearsal(Hedged):
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:
         super().__init__(replicas, settings, later)
         assert replicas.example is not None
-        known, device = read_task_loss(replicas.net, "copies"), replicas.packed.numbers.device
+        known, device = read_task_loss(replicas.net, "copies", trained=True), replicas.packed.numbers.device
         self._limit = 0.0 if known is None else self.drift * known.loss
         self._average = torch.full((replicas.count,), self._limit, dtype=torch.float32, device=device)
         self.state |= {"average": self._average.clone()} if self._limit else {}
@@ -95,7 +95,7 @@ class Rehearsal(Hedged):
 
     def compare_networks(self, original: Observation, adapted: Observation) -> None:
         super().compare_networks(original, adapted)
-        self.follow("classes", original.logits.softmax(-1), 1 - 1 / max(self.memory, 1))
+        self.follow("classes", adapted.logits.softmax(-1), 1 - 1 / max(self.memory, 1))
 
     def _draw(self, draws: Draws) -> Tensor:
         """Return crops drawn from the memory, `(S, copies, C, h, w)`."""
