@@ -133,8 +133,8 @@ class Statistics:
     @property
     def usual(self) -> dict[str, Any]:
         """The record, with the entries of images that the network was not trained on, if there are any."""
-        unseen = self.about.get("unseen")
-        return {**self.about, **(unseen if is_table(unseen) else {})}
+        unseen: Any = self.about.get("unseen")
+        return self.about | unseen if is_table(unseen) else self.about
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the tensors by their names in a file; the Fisher information in bfloat16."""
