@@ -7,8 +7,9 @@
         --checkpoint digits-resnet8-gn-joint --data digits-c --out results/auto-digits.json
 
 Several networks may be fitted to, and others tested: --fit and --checkpoint can be repeated. Every set is a stream of
-its own. The gain of learning online is predicted by a line over the logarithm of the drift, which is fitted to the same
-runs; the accuracy is estimated after the last image, for up to 500 of them.
+its own, and original, mild and hard sets count alike. The gain of learning online is predicted by a line over the
+logarithm of the drift, which is fitted to the same runs; the accuracy is estimated after the last image, for up to 500
+of them.
 """
 
 from __future__ import annotations
@@ -29,28 +30,27 @@ import torch
 import testtime as tt
 from testtime.data.families import expand
 from testtime.evaluation import fit_calibration, open_run, read_traces
-from testtime.networks.task_loss import measure_drift, read_task_loss
+from testtime.networks.task_loss import measure_drift
 from testtime.provenance import describe_machine
 
 WINDOW = 500  # images of an estimate
 GROUPS = {"original": (0,), "levels 1 and 2": (1, 2), "levels 3 to 5": (3, 4, 5)}
 
 
-def find_reference(net: tt.YNet, file: str) -> float:
-    """Return the task's loss in training."""
-    known = read_task_loss(net)
-    if known is None:
-        raise SystemExit(f"{file} does not say how hard its task was in training: tt.collect(net, images) adds it.")
-    return known.loss
+def find_level(name: str) -> int:
+    """Return the level of a set; 0: the original one."""
+    return int(name.rsplit("/", 1)[1]) if "/" in name else 0
 
 
 def fit(pairs: Sequence[Sequence[str]]) -> tuple[tt.Calibration, tuple[float, float]]:
     """Fit the calibration, and the line of the gain over the logarithm of the drift: slope and intercept."""
-    traces = [trace for file, run in pairs for trace in read_traces(open_run(run), find_reference(tt.load(file), file))]
+    traces = [trace for file, run in pairs for trace in read_traces(open_run(run), tt.load(file))]
+    groups = [next(title for title, own in GROUPS.items() if find_level(trace.name) in own) for trace in traces]
     drift = np.log([trace.drift.mean() for trace in traces])
     gain = [trace.right[2].mean() - trace.right[0].mean() for trace in traces]
     slope, intercept = np.polyfit(drift, gain, 1)
-    return fit_calibration(traces), (float(slope), float(intercept))
+    weights = [1 / groups.count(title) for title in groups]
+    return fit_calibration(traces, weights=weights), (float(slope), float(intercept))
 
 
 def measure(
@@ -66,7 +66,7 @@ def measure(
     }
     for name in sets:
         test_set = tt.data.open(name)
-        row: dict[str, Any] = {"set": name, "level": int(name.rsplit("/", 1)[1]) if "/" in name else 0}
+        row: dict[str, Any] = {"set": name, "level": find_level(name)}
         right: list[bool] = []
         for mode, adapter in adapters.items():
             adapter.reset()

@@ -12,6 +12,7 @@ import torch
 
 from adapters import NAN, close, network, pictures, same
 from testtime import Auto, Calibration, Episodic, Fixed, Online, Prediction, YNet, collect
+from testtime.data import TensorSet
 
 GIVEN: dict[str, Any] = {"lr": 0.01, "copies": 4, "seed": 3}
 
@@ -90,15 +91,27 @@ def test_saved_reset_and_put_back(tmp_path: Path) -> None:
         Auto(net, **GIVEN).load_state_dict(state)
 
 
-def test_the_estimate_is_a_line_with_an_interval() -> None:
-    net, images = make_network(), pictures(50)
-    adapter = Auto(net, calibration=Calibration(None, None, slope=0.5, intercept=0.3, spread=0.1))
-    prediction = adapter.predict(images)
+@pytest.mark.parametrize("labelled", [True, False])
+def test_the_estimate_is_a_line_with_an_interval(labelled: bool) -> None:
+    net, images, others = make_network(), pictures(50), (pictures(40, seed=1) * 255).byte()
+    if labelled:
+        labels = net(others).argmax(1) * (torch.arange(40) < 30)
+        collect(net, images, unseen=TensorSet("others", others, labels))
+    adapter = Auto(net, calibration=Calibration(None, None, slope=0.5, spread=0.1))
+    probability = adapter.predict(images).logits.softmax(1).amax(1)
     found = adapter.estimate_accuracy()
     assert found is not None
-    value = 0.3 + 0.5 * float(prediction.logits.softmax(1).amax(1).mean())
+    if labelled:
+        known = net.statistics.about["unseen"]  # type: ignore[union-attr]
+        usual = known["accuracy"]
+        assert 0.75 <= usual < 1
+        sure = (probability > known["confidence"]).double().mean()
+        assert 0 < sure < 1
+    else:
+        usual, sure = 1.0, probability.mean()
+    value = usual + 0.5 * (float(sure) - usual)
     half = 2 * math.sqrt(0.01 + value * (1 - value) / 50)
-    assert found == pytest.approx((value, max(0, value - half), value + half), abs=1e-6)
+    assert found == pytest.approx((value, max(0, value - half), min(1, value + half)), abs=1e-6)
 
 
 @pytest.mark.parametrize(

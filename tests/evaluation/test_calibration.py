@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from testtime import Calibration
+from testtime import Calibration, load, resnet26
 from testtime.evaluation import MethodSpec, Plan, SetSpec, run_plan
 from testtime.evaluation.calibration import Trace, fit_calibration, measure_accuracy, read_traces
 
 
 def make_trace(name: str, drift: float, right: tuple[float, float, float], count: int = 200) -> Trace:
-    """A stream around a drift, with accuracies by mode that are also the probabilities; evenly spread."""
+    """A stream around a drift, evenly spread, in which the sure predictions fall from 0.9 half as far as the right."""
     places = np.arange(count) * 0.618 % 1
     flags = np.stack([places < one for one in right])
-    return Trace(name, drift + 0.1 * (places - 0.5), flags, np.stack([np.full(count, 0.2 + 0.8 * r) for r in right]))
+    sure = np.stack([np.full(count, 0.45 + one / 2) for one in right])
+    return Trace(name, drift + 0.1 * (places - 0.5), flags, sure, 0.9)
 
 
 def test_a_calibration_is_fitted() -> None:
@@ -31,13 +32,14 @@ def test_a_calibration_is_fitted() -> None:
     best = [measure_accuracy(found, trace) for trace in traces]
     assert best[:2] == [trace.right[0].mean() for trace in traces[:2]]
     assert min(best[2:]) > 0.5
-    # Probabilities are 0.2 + 0.8 accuracy, up to rounding.
-    assert found.slope == pytest.approx(1.25, abs=0.02)
-    assert found.intercept == pytest.approx(-0.25, abs=0.02)
+    assert found.slope == pytest.approx(2, abs=0.03)  # up to whole images
     assert found.spread < 0.01
     assert Calibration(**json.loads(json.dumps(asdict(found)))) == found
     with pytest.raises(ValueError, match="at least 3 streams"):
         fit_calibration(traces[:2])
+    with pytest.raises(ValueError, match="one for each of the 5 streams, got 2"):
+        fit_calibration(traces, weights=[1, 1])
+    assert fit_calibration(traces, weights=[1, 1, 0, 0, 0]).online is None  # those that it harms
 
 
 def test_single_unusual_images_get_episodes() -> None:
@@ -58,7 +60,11 @@ def test_traces_of_a_run(tmp_path: Path) -> None:
     sets = tuple(SetSpec(name) for name in ("digits", "digits-c/fog/5"))
     plan = Plan({"joint": "digits-resnet8-gn-joint"}, sets, methods, (0,), shuffle=True, limit=12)
     run = run_plan(plan, tmp_path / "run")
-    traces = read_traces(run, 0.5)
+    net = load("digits-resnet8-gn-joint")
+    assert net.statistics is not None
+    known = {"images": 3, "task": {"plain": 0.5}, "accuracy": 0.8, "confidence": 0.9}
+    net.statistics = replace(net.statistics, about={"unseen": known})
+    traces = read_traces(run, net)
     assert [trace.name for trace in traces] == ["digits", "digits-c/fog/5"]
     for trace in traces:
         columns = {unit.method: unit.columns() for unit in run.units if unit.set_name == trace.name}
@@ -66,5 +72,9 @@ def test_traces_of_a_run(tmp_path: Path) -> None:
         expected = [fixed[sample] / 0.5 for sample in columns["online"]["sample"]]
         np.testing.assert_allclose(trace.drift, expected, rtol=1e-6)
         assert trace.right[2].tolist() == columns["online"]["is_right"].astype(bool).tolist()
+        assert trace.sure[2].tolist() == (columns["online"]["probability"] > 0.9).tolist()
+        assert trace.usual == 0.8
     with pytest.raises(ValueError, match="no best on digits"):
-        read_traces(run, 0.5, ("fixed", "episodic", "best"))
+        read_traces(run, net, ("fixed", "episodic", "best"))
+    with pytest.raises(ValueError, match="how hard its task was"):
+        read_traces(run, resnet26(depth=8))

@@ -24,10 +24,10 @@ from testtime.adaptation.methods import Method, find_method
 from testtime.adaptation.prediction import Prediction
 from testtime.adaptation.settings import document_settings
 from testtime.checks import format_value, is_number
-from testtime.networks.task_loss import EASY, measure_drift, read_task_loss
+from testtime.networks.task_loss import EASY, find_entry, measure_drift, read_task_loss
 from testtime.networks.ynet import YNet
 
-_WINDOW = 500  # images whose confidence is averaged
+_WINDOW = 500  # images of an estimate
 _SIGMAS = 2.0  # half width of a 95% interval, in standard errors
 _FIXED, _EPISODIC, _ONLINE = range(3)
 
@@ -37,23 +37,20 @@ class Calibration:
     """The thresholds of `Auto`, and how confidence becomes accuracy.
 
     `testtime.evaluation.fit_calibration` fits one to runs with labels. The default learns online from the drift up to
-    which `testtime.diagnose` finds little to gain, and takes the mean confidence for the accuracy, with an assumed
-    spread.
+    which `testtime.diagnose` finds little to gain, and has an assumed spread.
 
     Attributes:
         online: Drift of a stream from which it learns online; None: never.
         episodic: Drift of an image from which it is learned from in a stream that does not learn online; None: never.
         momentum: Of the moving average that is the drift of a stream. It starts at 1, i.e. no drift.
-        slope: Increase of the accuracy with the mean probability of the predicted classes.
-        intercept: Accuracy at a mean probability of 0, by the same line.
-        spread: Standard deviation of the accuracy of streams around the line.
+        slope: By how many points the accuracy falls when the fraction of sure predictions falls by one.
+        spread: Standard deviation of the accuracy of streams around that line.
     """
 
     online: float | None = EASY
     episodic: float | None = None
     momentum: float = 0.95
     slope: float = 1.0
-    intercept: float = 0.0
     spread: float = 0.05
 
     def __post_init__(self) -> None:
@@ -86,9 +83,15 @@ class Calibration:
                 modes.append(_EPISODIC if _reaches(drift, self.episodic) else _FIXED)
         return torch.tensor(modes, dtype=torch.int64, device="cpu"), average
 
-    def estimate(self, confidence: float, images: int) -> Accuracy:
-        """Estimate the accuracy on a number of images from the mean probability of their predicted classes."""
-        value = min(1.0, max(0.0, self.intercept + self.slope * confidence))
+    def estimate(self, sure: float, usual: float, images: int) -> Accuracy:
+        """Estimate the accuracy on some images.
+
+        Args:
+            sure: The fraction of sure predictions.
+            usual: The accuracy where nothing has shifted, which is also the fraction of sure predictions there.
+            images: Their number.
+        """
+        value = min(1.0, max(0.0, usual + self.slope * (sure - usual)))
         error = _SIGMAS * math.sqrt(self.spread**2 + value * (1 - value) / max(images, 1))
         return Accuracy(value, max(0.0, value - error), min(1.0, value + error))
 
@@ -99,6 +102,30 @@ class Accuracy(NamedTuple):
     value: float
     low: float
     high: float
+
+
+class Sureness(NamedTuple):
+    """Which predictions of a network are sure: as many as are right on images like those of its training.
+
+    Attributes:
+        confidence: The probability of the predicted class above which a prediction is sure; None: it is not known, and
+            the probability itself counts.
+        usual: The accuracy on images like those of its training; 1 if it is not known.
+    """
+
+    confidence: float | None
+    usual: float
+
+    @classmethod
+    def of(cls, net: YNet) -> Sureness:
+        """Return what a network's statistics of unseen images say (Garg et al. 2022)."""
+        about: Any = {} if net.statistics is None else net.statistics.about  # from a file, not validated
+        known = [find_entry(about, "unseen", name) for name in ("confidence", "accuracy")]
+        return cls(*known) if all(is_number(value) and 0 <= value <= 1 for value in known) else cls(None, 1.0)
+
+    def measure(self, probability: Any) -> Any:
+        """Return how sure a prediction is, from the probability of its class; an array or a number."""
+        return probability if self.confidence is None else (probability > self.confidence) * 1.0
 
 
 def _read_calibration(net: YNet) -> Calibration:
@@ -152,7 +179,7 @@ class Auto(Online):
                 f"Auto compares with the task's loss in training, got {reference}: pass `reference`, or add it with "
                 "tt.collect(net, images)."
             )
-        self.reference = reference
+        self.reference, self.sureness = reference, Sureness.of(net)
         given = {name: value for name, value in settings.items() if name != "steps"}
         self._episodes = [Episodic(net, method=method, **given)]  # in a list, to hide it from nn.Module
 
@@ -162,9 +189,13 @@ class Auto(Online):
         return float(self._extra["score"][0])
 
     def estimate_accuracy(self) -> Accuracy | None:
-        """Estimate the accuracy of the last predictions, up to about 500, without labels; None before the first."""
-        _, confidence, images = self._extra["score"].tolist()
-        return self.calibration.estimate(confidence, int(images)) if images else None
+        """Estimate the accuracy of the last predictions, up to about 500, without labels; None before the first.
+
+        It rests on the fraction of sure predictions; `testtime train --hold-out` and `tt.collect` with labelled
+        `unseen` images measure which are sure. Otherwise it rests on their mean probability.
+        """
+        _, sure, images = self._extra["score"].tolist()
+        return self.calibration.estimate(sure, self.sureness.usual, int(images)) if images else None
 
     def describe(self) -> dict[str, Any]:
         """Return method, settings, calibration and reference, JSON-serializable."""
@@ -174,14 +205,14 @@ class Auto(Online):
         """Reset to the original network: the score, the sample counter, the counts, and everything learned."""
         with self._lock, torch.inference_mode(False):
             super().reset()
-            # Drift of the stream, mean confidence, and over how many images.
+            # Drift of the stream, fraction of sure predictions, and over how many images.
             self._extra["score"] = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
         prediction = self._unadapted(images)
         if self.settings.steps == 0 or len(images) == 0:
             return prediction
-        average, confidence, count = self._extra["score"].tolist()
+        average, sure, count = self._extra["score"].tolist()
         modes, average = self.calibration.choose(measure_drift(prediction.loss_before, self.reference), average)
         for mode, predict in ((_EPISODIC, self._episodes[0]._predict), (_ONLINE, super()._predict)):
             rows = (modes == mode).nonzero().flatten().to(images.device)
@@ -192,6 +223,6 @@ class Auto(Online):
         for value in prediction.logits.softmax(1).amax(1).double().tolist():
             if math.isfinite(value):
                 count = min(count + 1, _WINDOW)
-                confidence += (value - confidence) / count
-        self._extra["score"] = torch.tensor([average, confidence, count], dtype=torch.float64, device="cpu")
+                sure += (self.sureness.measure(value) - sure) / count
+        self._extra["score"] = torch.tensor([average, sure, count], dtype=torch.float64, device="cpu")
         return prediction

@@ -1,9 +1,9 @@
-"""Fits the calibration of `Auto` to runs with labels: when to learn, and how confidence becomes accuracy.
+"""Fits the calibration of `Auto` to runs with labels: when to learn, and how accuracy falls with confidence.
 
 Fit it on held-out images and the extra corruptions, never on test sets:
 
     testtime eval -c net.safetensors --data digits-held-out-c --levels 1-5 --methods fixed,episodic,online --out RUN
-    traces = read_traces(open_run("RUN"), read_task_loss(net).loss)
+    traces = read_traces(open_run("RUN"), net)
     tt.Auto(net, calibration=fit_calibration(traces))
 """
 
@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from testtime.adaptation.auto import Calibration
+from testtime.adaptation.auto import Calibration, Sureness
 from testtime.evaluation.units import Run
-from testtime.networks.task_loss import measure_drift
+from testtime.networks.task_loss import measure_drift, read_task_loss
+from testtime.networks.ynet import YNet
 
 _MODES = ("fixed", "episodic", "online")
 
@@ -30,27 +31,32 @@ class Trace(NamedTuple):
         name: The set.
         drift: Drift of each image by the unadapted network, `(N,)`, in the order of the stream.
         right: Which predictions are right, bool `(3, N)`: fixed, episodic, online.
-        probability: Probability of the predicted classes, `(3, N)`.
+        sure: How sure the predictions are, `(3, N)`, see `Sureness`.
+        usual: The accuracy where nothing has shifted.
     """
 
     name: str
     drift: np.ndarray
     right: np.ndarray
-    probability: np.ndarray
+    sure: np.ndarray
+    usual: float = 1.0
 
 
-def read_traces(run: Run, reference: float, methods: Sequence[str] = _MODES) -> list[Trace]:
+def read_traces(run: Run, net: YNet, methods: Sequence[str] = _MODES) -> list[Trace]:
     """Read the streams of a run that has the three modes.
 
     Args:
         run: The run; its sets have labels.
-        reference: The task's loss on training data, as for `Auto`.
+        net: Its network, whose statistics or card say how hard the task was in training.
         methods: The run's names of the fixed, the episodic and the online method.
 
     Raises:
-        ValueError: A method is missing, or records have no probabilities.
+        ValueError: A method is missing, the loss in training is not known, or records have no probabilities.
         RunError: A unit is not finished or damaged.
     """
+    known, sureness = read_task_loss(net), Sureness.of(net)
+    if known is None:
+        raise ValueError("The network does not say how hard its task was in training: tt.collect(net, images) adds it.")
     units = {(unit.method, unit.set_name, unit.seed): unit for unit in run.units}
     traces = []
     for name, seed in dict.fromkeys((unit.set_name, unit.seed) for unit in run.units):
@@ -65,24 +71,30 @@ def read_traces(run: Run, reference: float, methods: Sequence[str] = _MODES) -> 
                 raise ValueError(f"The records of {name} have no probabilities: they are of an earlier version.")
             places = np.argsort([order[int(sample)] for sample in columns["sample"]])
             parts.append({key: columns[key][places] for key in ("loss_before", "is_right", "probability")})
-        drift = measure_drift(parts[0]["loss_before"].astype(np.float64), reference)
+        drift = measure_drift(parts[0]["loss_before"].astype(np.float64), known.loss)
         right, probability = (np.stack([part[key] for part in parts]) for key in ("is_right", "probability"))
-        traces.append(Trace(name, drift, right.astype(bool), probability.astype(np.float64)))
+        sure = sureness.measure(probability.astype(np.float64))
+        traces.append(Trace(name, drift, right.astype(bool), sure, sureness.usual))
     return traces
 
 
-def fit_calibration(traces: Sequence[Trace], momentum: float = Calibration.momentum) -> Calibration:
+def fit_calibration(
+    traces: Sequence[Trace], momentum: float = Calibration.momentum, weights: Sequence[float] | None = None
+) -> Calibration:
     """Choose the thresholds with the highest mean accuracy over streams, and fit the line of the accuracy.
 
     Args:
         traces: The streams.
         momentum: As in `Calibration`.
+        weights: How much each stream counts in the choice of the thresholds; None: all alike.
 
     Raises:
-        ValueError: There are fewer than three streams.
+        ValueError: There are fewer than three streams, or not as many weights.
     """
     if len(traces) < 3:
         raise ValueError(f"`traces` must be at least 3 streams, got {len(traces)}.")
+    if weights is not None and len(weights) != len(traces):
+        raise ValueError(f"`weights` must be one for each of the {len(traces)} streams, got {len(weights)}.")
     drifts = np.concatenate([trace.drift for trace in traces])
     quantiles = [float(value) for value in np.quantile(drifts, np.linspace(0.05, 0.95, 19))]
     # The middle between the mean drifts of two streams, which tells them apart; no threshold first, so that ties go to
@@ -94,12 +106,15 @@ def fit_calibration(traces: Sequence[Trace], momentum: float = Calibration.momen
         for online in (None, *reversed(middles), 0.0)
         for episodic in (None, *reversed(quantiles))
     ]
-    best = max(candidates, key=lambda one: np.mean([measure_accuracy(one, trace) for trace in traces]))
-    confidence = np.array([row.mean() for trace in traces for row in trace.probability])
-    accuracy = np.array([row.mean() for trace in traces for row in trace.right])
-    slope, intercept = np.polyfit(confidence, accuracy, 1)
-    spread = float(np.std(accuracy - (intercept + slope * confidence), ddof=2))
-    return Calibration(best.online, best.episodic, momentum, float(slope), float(intercept), spread)
+    best = max(
+        candidates, key=lambda one: np.average([measure_accuracy(one, trace) for trace in traces], weights=weights)
+    )
+    # Both fall from what is usual; the line of the falls goes through 0.
+    sure = np.array([trace.usual - row.mean() for trace in traces for row in trace.sure])
+    wrong = np.array([trace.usual - row.mean() for trace in traces for row in trace.right])
+    slope = float(sure @ wrong / (sure @ sure)) if sure.any() else 1.0
+    spread = float(np.linalg.norm(wrong - slope * sure) / np.sqrt(len(wrong) - 1))
+    return Calibration(best.online, best.episodic, momentum, slope, spread)
 
 
 def measure_accuracy(calibration: Calibration, trace: Trace) -> float:

@@ -54,7 +54,9 @@ def collect(
     and, if there is a self-supervised branch, the mean loss of its `task` on augmented copies and on plain images, and
     the `task_loss` that 1% of the plain images exceed. Images beyond these are unlike them; measured on images that the
     network was trained on, they are too strict, because it knows those by heart: `about["unseen"]` has the same of
-    others. The network is in evaluation mode for this; its weights, buffers and mode are not changed.
+    others, and if these have labels, its `accuracy`, and the `confidence` that so large a fraction of them exceeds,
+    i.e. the probability of the predicted class. The network is in evaluation mode for this; its weights, buffers and
+    mode are not changed.
 
     Args:
         net: The network.
@@ -99,7 +101,7 @@ def collect(
         about |= seen.describe()
         if unseen is not None:
             for numbers in others.split(_CHUNK):
-                usual.add(_read(unseen, numbers).detach().to(device), numbers)
+                usual.add(_read(unseen, numbers).detach().to(device), numbers, unseen)
                 report(seen.count + usual.count, total, "statistics")
             about["unseen"] = {"images": usual.count, "set": _name(unseen), **usual.describe()}
         net.statistics = Statistics(
@@ -185,13 +187,20 @@ class _Usual:
     def __init__(self, model: YNet) -> None:
         self._model, self.count = model, 0
         self._energies: list[Tensor] = []
+        self._right: list[Tensor] = []
+        self._probabilities: list[Tensor] = []
         self._losses: dict[str, list[Tensor]] = {}
 
     @torch.no_grad()
-    def add(self, images: Tensor, numbers: Tensor) -> None:
-        """Add images on the model's device, and their sample numbers `(n,)`."""
+    def add(self, images: Tensor, numbers: Tensor, source: Tensor | TestSet | None = None) -> None:
+        """Add images on the model's device, their sample numbers `(n,)`, and the set whose labels count."""
         self.count += len(images)
-        self._energies.append(_run(self._model, images).float().logsumexp(1).cpu())
+        logits = _run(self._model, images).float().cpu()
+        self._energies.append(logits.logsumexp(1))
+        if isinstance(source, TestSet) and source.labels is not None:
+            scores = source.scores(logits)
+            self._right.append(source.is_correct(scores.argmax(1), numbers))
+            self._probabilities.append(scores.softmax(1).amax(1))
         draws = Draws.of(_SEED, numbers.to(images.device))
         for kind, values in (measure_task(self._model, images, draws) or {}).items():
             self._losses.setdefault(kind, []).append(values.double().cpu())
@@ -202,6 +211,9 @@ class _Usual:
         if self._losses:
             about["task"] = {kind: float(torch.cat(values).mean()) for kind, values in self._losses.items()}
             about["task_loss"] = round(float(torch.cat(self._losses["plain"]).quantile(1 - RARE)), 4)
+        if self._right:
+            about["accuracy"] = accuracy = float(torch.cat(self._right).double().mean())
+            about["confidence"] = round(float(torch.cat(self._probabilities).quantile(1 - accuracy)), 4)
         return about
 
 
