@@ -132,15 +132,16 @@ PROTOCOLS = {
     "clean": "--protocol clean",
 }
 """Name → protocol."""
-FULL = "reset", "continual"
-"""Protocols that are run on full sets."""
 COMPARED = {"gn": JOINT, "bn": "cifar10-resnet26-bn-joint", "robust": ROBUST}
 """Name → network."""
 COMPARISONS = {
     **{
-        f"{name}{suffix}": f"--methods {methods} --batch 200 {'--shuffle' if name in FULL else SOME} {protocol}"
-        for name, protocol in PROTOCOLS.items()
+        f"{name}{suffix}": f"--methods {methods} --batch 200 {images} {protocol}"
         for suffix, methods in (("", BATCHED), ("-single", SINGLE))
+        for name, protocol, images in (
+            *((name, protocol, SOME) for name, protocol in PROTOCOLS.items()),
+            *((f"{name}-full", PROTOCOLS[name], "--shuffle") for name in ("reset", "continual")),
+        )
     },
     "batch-1": f"--methods fixed,norm,tent,eata,rotta --batch 1 {SOME}",
     **{f"batch-{batch}": f"--methods {BATCHED} --batch {batch} --limit 500 --shuffle" for batch in (16, 64)},

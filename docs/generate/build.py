@@ -34,6 +34,7 @@ from .result_files import (
     CIFAR,
     CONTROL,
     EARLIER,
+    MAIN,
     PICTURES,
     ROBUST,
     ROOT,
@@ -136,32 +137,23 @@ def make_imagenet() -> Parts:
 
 def make_summary() -> Parts:
     """The parts of the summary of results."""
-    results, part = read_main(), read_results("standard-levels-1-4")
-    names = (
-        "levels",
-        "standard-level-5",
-        "standard-levels-1-4",
-        "baseline",
-        "uda",
-        "alp",
-        "past-joint-parts",
-        "past-joint",
-    )
+    results = read_main()
     return {
-        "means": errors.format_means(results, part),
+        "means": errors.format_means(results),
         "level 5": errors.format_table(results, by_level(results)[5]),
-        "sources": format_sources(*in_cifar(*names)),
+        "sources": format_sources(*MAIN),
     }
 
 
 def make_levels() -> Parts:
     """The parts of the page on levels 1 to 4."""
-    results, part = read_main(), read_results("standard-levels-1-4")
+    results = read_main()
     parts = {"differences": errors.format_differences(results)}
     for level in (4, 3, 2, 1):
         parts[f"level {level}"] = errors.format_table(results, by_level(results)[level])
-        parts[f"TTT at level {level}"] = errors.format_table(part, by_level(part)[level])
-    return parts | {"sources": format_sources(*in_cifar("levels", "standard-levels-1-4", "baseline", "alp"))}
+    return parts | {
+        "sources": format_sources(*in_cifar("levels", "standard-levels-1-4", "baseline", "alp", "best-levels"))
+    }
 
 
 def make_streams() -> Parts:

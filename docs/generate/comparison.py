@@ -13,6 +13,8 @@ FOLDER = Path("results/comparison")
 NAMES = {"gn": "GN", "bn": "BN", "robust": "robust"}
 """How the names of files begin, and titles of networks."""
 TITLES = {
+    "reset-full": "reset, full sets",
+    "continual-full": "continual, full sets",
     "reset": "reset",
     "continual": "continual",
     "continual-1": "continual, order 1",

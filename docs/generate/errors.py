@@ -32,23 +32,13 @@ def format_expected(networks: Mapping[str, Table], methods: Sequence[str]) -> st
     return table(["error in %", "", *(f"`{method}`" for method in methods)], rows, words=(0, 1))
 
 
-def format_means(results: Results, part: Results) -> str:
-    """The mean over the corruptions at every level.
-
-    Args:
-        results: Results on all images.
-        part: `fixed` and `episodic` at levels 1 to 4, on some of the images.
-    """
-    levels, some = by_level(results), by_level(part)
+def format_means(results: Results) -> str:
+    """The mean over the corruptions at every level."""
+    levels = by_level(results)
     places = [(levels[5], ORIGINAL), *((each, MEAN) for each in levels.values())]
     rows = []
     for method in levels[5].rows:
-        cells = [_error(each, method, column) for each, column in places]
-        if method == "episodic":
-            cells[1:-1] = [f"{_error(each, method, MEAN)} ‡" for each in some.values()]
-            base = [f"{_error(each, 'fixed', MEAN)} ‡" for each in some.values()]
-            rows.append(["fixed (JT), the images of ‡", "", *base, ""])
-        rows.append([method_title(method), *cells])
+        rows.append([method_title(method), *(_error(each, method, column) for each, column in places)])
         known = [each.paper_value(method, column, "error") for each, column in places]
         if any(known):
             rows.append([PAPERS, *(f"{value:.1f}" if value else "" for value in known)])

@@ -42,6 +42,13 @@ def in_cifar(*names: str) -> tuple[Path, ...]:
     return tuple(CIFAR / f"{name}.json" for name in names)
 
 
+MAIN = in_cifar(
+    *("levels", "standard-level-5", "standard-levels-1-4", "baseline", "uda", "alp"),
+    *("past-joint-parts", "best-levels", "past-joint"),
+)
+"""The files of the main tables."""
+
+
 @functools.cache
 def read_file(file: Path) -> Any:
     """The content of a JSON file of the repository."""
@@ -65,9 +72,8 @@ def read_results(*names: str, folder: Path = CIFAR, main: tuple[str, ...] = ()) 
 
 @functools.cache
 def read_main() -> Results:
-    """The tables on all images: `fixed` and `online` at every level, and further methods."""
-    files = in_cifar("levels", "standard-level-5", "baseline", "uda", "alp", "past-joint-parts", "past-joint")
-    return collect([without((CONTROL, *PARTS[:2]), run) for file in files for run in read_runs(file)])
+    """The tables of `MAIN`."""
+    return collect([without((CONTROL, *PARTS[:2]), run) for file in MAIN for run in read_runs(file)])
 
 
 def find_past(folder: Path = CIFAR) -> dict[str, tuple[Path, ...]]:
