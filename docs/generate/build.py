@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from testtime.evaluation import Run, open_runs
 from testtime.report.correlation import Joined, join
@@ -58,7 +59,12 @@ DEMO = Path("results/digits-demo.json")
 FAMILIAR = Path("results/cifar10/familiar.json")
 STREAM = Path("results/digits-stream.json")
 
-HARM = {"clean": "original images in between", "mixed": "mixed", "correlated": "sorted by class, almost"}
+HARM = {
+    "clean": "original images in between",
+    "mixed": "mixed",
+    "correlated": "sorted by class, almost",
+    "long": "21 sets in a row",
+}
 CHOSEN = {"reset": "a set each", "clean": HARM["clean"], "correlated": HARM["correlated"]}
 """Names of streams in which learning might harm, and titles; those with held-out images."""
 
@@ -120,8 +126,14 @@ def make_speed() -> Parts:
         "training on the GPU": speed.format_joint_training(training),
         "large models": speed.format_large_models(read_file(Path("results/models-h200.json"))),
         "models": speed.format_models(read_file(Path("results/models-cpu.json"))),
-        "methods": speed.format_methods(*(read_file(Path(f"results/methods-{name}.json")) for name in ("cpu", "h200"))),
+        "methods": speed.format_methods(read_file(Path("results/methods-cpu.json")), read_methods()),
     }
+
+
+def read_methods() -> Mapping[str, Any]:
+    """The speed of methods on the GPU; that of those that learn from single images is of a later file."""
+    held, later = (read_file(Path(f"results/methods-{name}.json")) for name in ("h200", "h200-bn"))
+    return {**held, "rows": [*held["rows"], *later["rows"]]}
 
 
 def make_imagenet() -> Parts:
@@ -221,14 +233,14 @@ def make_networks() -> Parts:
 
 def make_branches() -> Parts:
     """The parts of the page on branches for networks without one."""
-    files = {
-        ("Group Normalization", "branch alone, 20 epochs"): ["branch-gn-20-0"],
+    files = {  # those of a fit are separated by spaces
+        ("Group Normalization", "branch alone, 20 epochs"): ["branch-gn-20-0 past-branch"],
         ("Group Normalization", "branch and encoder, 6 epochs"): ["branch-gn-joint-0"],
-        ("Group Normalization", "jointly from scratch"): ["levels"],
+        ("Group Normalization", "jointly from scratch"): ["levels past-joint"],
         ("Batch Normalization", "branch alone, 20 epochs"): ["branch-bn-20-0", "branch-bn-20-1"],
         ("Batch Normalization", "branch and encoder, 6 epochs"): ["branch-bn-joint-0"],
     }
-    ways = {key: [by_level(read_results(name))[5] for name in names] for key, names in files.items()}
+    ways = {key: [by_level(read_results(*fit.split()))[5] for fit in fits] for key, fits in files.items()}
     tried = {
         "copy, 6 epochs": "6",
         "copy, 20 epochs": "20",
@@ -243,7 +255,7 @@ def make_branches() -> Parts:
         "branches": methods.format_branches(ways),
         "held out": methods.format_held_out(chosen),
         "sources": format_sources(
-            *in_cifar(*(name for names in files.values() for name in names)),
+            *in_cifar(*(name for fits in files.values() for fit in fits for name in fit.split())),
             *in_cifar(*(f"selection-branch-gn-{name}" for name in tried.values())),
         ),
     }
@@ -304,7 +316,7 @@ def make_comparison() -> Parts:
     """The parts of the page that compares methods."""
     return {
         **{network: comparison.format_errors(network) for network in comparison.find_files()},
-        "costs": comparison.format_costs(read_file(Path("results/methods-h200.json"))),
+        "costs": comparison.format_costs(read_methods()),
         "sources": comparison.format_files(),
     }
 

@@ -72,10 +72,14 @@ def format_branches(ways: Mapping[tuple[str, str], Sequence[Table]]) -> str:
     """
     rows = []
     for (network, way), tables in ways.items():
-        cells = [_describe(one.rows[method][column].error for one in tables) for method, column in _PLACES]
+        cells = [
+            _describe(one.rows[method][column].error for one in tables if method in one.rows)
+            for column in (ORIGINAL, MEAN)
+            for method in _COMPARED
+        ]
         rows.append([network, way, str(len(tables)), *cells])
-    heads = ["network", "how it got its branch", "fits", "original, fixed", "online", "level 5, fixed", "online"]
-    return table(heads, rows, words=(0, 1))
+    heads = [f"{title}{method}" for title in ("original, ", "level 5, ") for method in _COMPARED]
+    return table(["network", "how it got its branch", "fits", *heads], rows, words=(0, 1))
 
 
 def format_held_out(ways: Mapping[str, Table]) -> str:
@@ -92,10 +96,12 @@ def format_held_out(ways: Mapping[str, Table]) -> str:
 
 
 _CELLS = ("corrupted", "original")
-_PLACES = [(method, column) for column in (ORIGINAL, MEAN) for method in ("fixed", "online")]
+_COMPARED = ("fixed", "online", BEST)
 
 
 def _describe(errors: Iterable[float]) -> str:
     held = list(errors)
+    if not held:
+        return ""
     low, high = f"{min(held):.1f}", f"{max(held):.1f}"
     return f"{statistics.fmean(held):.1f}" + ("" if low == high else f" ({low}–{high})")
