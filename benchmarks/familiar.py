@@ -90,7 +90,7 @@ def main() -> None:
         rows.append(row | measure(net, read_photographs(net, folder)))
         print(rows[-1], flush=True)
     assert net.statistics is not None
-    about = {name: net.statistics.usual[name] for name in ("images", "set", "energy", "task_loss")}
+    about = {name: net.statistics.about[name] for name in ("images", "set", "energy", "task_loss")}
     found = {"command": shlex.join(["python", *sys.argv]), "seed": options.seed, "network": options.checkpoint}
     found |= {"statistics": about, "rows": rows, **describe_machine(torch.device("cpu"))}
     if options.out is not None:

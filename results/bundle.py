@@ -5,7 +5,7 @@
         --choices results/cifar10/tune-vit-masked.json results/cifar10/tune-vit-masked-episodic.json
 
 The target is the name of a bundled network, or a file. Settings are the paper's, or those that `testtime tune` chose.
-What is usual, energy and loss of the task, is taken from a network of the same recipe that was trained with
+What it does on images that it has not seen is taken from a network of the same recipe that was trained with
 `--hold-out`, if given by --unseen: this one has learned its training images by heart.
 """
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("source", help="a network file")
     parser.add_argument("target", help="name of a bundled network, or a file")
     parser.add_argument("--choices", nargs="*", default=[], type=Path, help="files of `testtime tune`")
-    parser.add_argument("--unseen", help="a network file: what is usual on images that it has not seen")
+    parser.add_argument("--unseen", help="a network file: what it does on images that it has not seen")
     options = parser.parse_args(arguments)
     settings = {mode: dict(own) for mode, own in SETTINGS.items()}
     for file in options.choices:

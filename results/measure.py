@@ -9,8 +9,8 @@ branch for one, `tune-` steps choose settings, the others evaluate. Its run fold
 is resumed. Its result is then copied here: the record of a training, the choice, the summary of an evaluation. Needs
 CIFAR-10, and CIFAR-10-C made with the frost photographs, under $TESTTIME_DATA, see docs/results.md (without CIFAR-10-C,
 frost is procedural). Between tuning and testing, results/bundle.py adds the chosen settings to the file of a network:
-`recommended.safetensors` of a ViT, `runs/tuned-gn.safetensors` for the comparison of methods. To what `auto`
-finds, benchmarks/auto.py fits a calibration. For the steps on photographs the eight classes of ImageNet in
+`recommended.safetensors` of a ViT, `runs/tuned-gn.safetensors` for the comparison of methods. To what the
+`auto-` steps find, benchmarks/auto.py fits a calibration. For the steps on photographs the eight classes of ImageNet in
 `photographs/`, see docs/results/photographs.md.
 """
 
@@ -241,7 +241,11 @@ EVALUATIONS = {
         f"--methods best,without-original,fixed-mirrored --batch 200 --protocol {protocol} --limit 1000"
         for protocol in ("reset", "clean", "correlated")
     },
-    "auto": f"{SELECTED} --data cifar10-held-out-c --levels 1-5 --methods fixed,episodic,online --limit 1000 --shuffle",
+    **{
+        f"auto-{name}": f"-c runs/selection-{name}/network.safetensors --data cifar10-held-out-c --levels 1-5 "
+        "--methods fixed,episodic,online --precision bf16 --limit 3000 --shuffle"
+        for name in ("joint", "robust")
+    },
     "past-branch": "-c runs/branch-gn-20-0/network.safetensors --matrix best --precision bf16 --methods best,"
     "fixed-mirrored",
     "robust-x2-level-5": f"-c {ROBUST_X2} {LEVEL_5}",

@@ -103,4 +103,5 @@ def test_the_robust_recipe_and_held_out_images_are_recorded(run: Run, tmp_path: 
     assert (configuration["data"]["held_out"], configuration["test"]["name"]) == (300, "digits-held-out")
     statistics = load(tmp_path / "network.safetensors").statistics
     assert statistics is not None
-    assert (statistics.usual["images"], statistics.usual["set"]) == (20, "digits-held-out")
+    assert statistics.about["unseen"]["images"] == 20
+    assert statistics.about["unseen"]["set"] == "digits-held-out"

@@ -45,7 +45,7 @@ def test_a_comparison_is_condensed_to_its_scores(tmp_path: Path) -> None:
         assert row["errors"] == [pytest.approx(row["error"])]
 
 
-def test_a_network_takes_what_is_usual_from_one_that_has_not_seen_the_images(tmp_path: Path) -> None:
+def test_a_network_takes_from_another_what_that_does_on_unseen_images(tmp_path: Path) -> None:
     bundle, kept = load_script("results/bundle.py"), {}
     for name, unseen in (("all", None), ("some", pictures(5, seed=1))):
         net = resnet26(depth=8, size=16)

@@ -436,7 +436,7 @@ def test_statistics_stay_with_the_weights_they_belong_to() -> None:
     fitted = fit_branch(copy.deepcopy(net), IMAGES, **SHORT)
     assert fitted.statistics is not None
     assert net.statistics is not None
-    assert fitted.statistics.usual.keys() == fitted.statistics.about.keys()
+    assert fitted.statistics.about["unseen"].keys() == {"images", "set"}
     assert net.statistics.about.keys() - fitted.statistics.about.keys() == {"task", "task_loss"}  # of the old branch
     known = read_task_loss(fitted)
     assert known is not None

@@ -106,7 +106,7 @@ def predict(
         unread.append(str(fault))
         echo(f"error: {fault}", err=True)
 
-    usual = None if net.statistics is None else net.statistics.usual
+    usual = None if net.statistics is None else net.statistics.about
     answers = predict_files.predict(adapter, net.card, pictures, together, skip, net.channels, usual)
     if as_json:
         found = []

@@ -141,7 +141,7 @@ def predict(
         together: Images per call of the adapter.
         skip: Called with the error of each unreadable image, which is skipped; None raises it.
         channels: As for `load_image`.
-        usual: What images like the training images have, `usual` of `Statistics`; to tell which images are familiar.
+        usual: What images like the training images have, `about` of `Statistics`; to tell which images are familiar.
 
     Yields:
         One answer per image, in order.

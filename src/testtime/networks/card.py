@@ -105,8 +105,7 @@ class Statistics:
         means: Name of a normalisation layer → mean of its output per channel `(C,)`, before any fused ReLU; "features"
             → mean of the input `(D,)` of the classifier's last linear layer.
         variances: The variances of the same, over images and positions.
-        about: The record: `images`, `set`, `hash`, `seed`, `energy`, `task`, `task_loss`; plain JSON. `unseen` has the
-            like of images that the network was not trained on.
+        about: The record: `images`, `set`, `hash`, `seed`, `energy`, `task`, `task_loss`, `unseen`; plain JSON.
 
     Raises:
         ValueError: A value is of the wrong type or shape, not finite, or negative where it cannot be.
@@ -129,12 +128,6 @@ class Statistics:
         if not is_table(self.about):
             raise ValueError(f"`about` must be a dictionary, got {format_value(self.about)}.")
         object.__setattr__(self, "about", _make_plain("about", self.about))
-
-    @property
-    def usual(self) -> dict[str, Any]:
-        """The record, with the entries of images that the network was not trained on, if there are any."""
-        unseen: Any = self.about.get("unseen")
-        return self.about | unseen if is_table(unseen) else self.about
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the tensors by their names in a file; the Fisher information in bfloat16."""

@@ -32,6 +32,7 @@ from testtime.randomness import Draws
 
 RARE = 0.01
 """Fraction of the images that have less than the recorded `energy`, or more than the recorded `task_loss`."""
+_UNSEEN = ("images", "set", "task", "accuracy", "confidence")
 _SEED = 0
 _CHUNK = 64
 _VALUES = 1 << 27  # gradients of a chunk of images
@@ -52,16 +53,17 @@ def collect(
     of each normalisation layer (before a fused ReLU) and of the input of the last linear layer. `about` also has the
     `energy`, the log of the sum of the exponentials of the logits (Liu et al. 2020), that 1% of the images fall below;
     and, if there is a self-supervised branch, the mean loss of its `task` on augmented copies and on plain images, and
-    the `task_loss` that 1% of the plain images exceed. Images beyond these are unlike them; measured on images that the
-    network was trained on, they are too strict, because it knows those by heart: `about["unseen"]` has the same of
-    others, and if these have labels, its `accuracy`, and the `confidence` that so large a fraction of them exceeds,
-    i.e. the probability of the predicted class. The network is in evaluation mode for this; its weights, buffers and
-    mode are not changed.
+    the `task_loss` that 1% of the plain images exceed. Images beyond these are unlike them.
+
+    A network knows the images it was trained on by heart. `about["unseen"]` has the loss of the `task` on others, and
+    if these have labels, its `accuracy`, and the `confidence` that so large a fraction of them exceeds, i.e. the
+    probability of the predicted class. The network is in evaluation mode for all this; its weights, buffers and mode
+    are not changed.
 
     Args:
         net: The network.
         images: `(N, C, H, W)`, uint8 or float in [0, 1], or a set: images like those it was trained on.
-        unseen: Images like them that it was not trained on, for energy and task.
+        unseen: Images like them that it was not trained on.
         count: Maximum number of images, of either kind, chosen at random with a fixed seed.
         progress: Called with the images done, their number, and "statistics".
 
@@ -86,7 +88,7 @@ def collect(
         parameters = _list_parameters(model)
         squares = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in parameters.items()}
         moments: dict[str, _Moments] = {}
-        seen, usual, digest = _Usual(model), _Usual(model), hashlib.sha256()
+        seen, new, digest = _Measured(model), _Measured(model), hashlib.sha256()
         size = max(1, min(_CHUNK, _VALUES // max(1, sum(tensor.numel() for tensor in parameters.values()))))
         for numbers in chosen.split(size):
             chunk = _read(images, numbers)
@@ -101,9 +103,10 @@ def collect(
         about |= seen.describe()
         if unseen is not None:
             for numbers in others.split(_CHUNK):
-                usual.add(_read(unseen, numbers).detach().to(device), numbers, unseen)
-                report(seen.count + usual.count, total, "statistics")
-            about["unseen"] = {"images": usual.count, "set": _name(unseen), **usual.describe()}
+                new.add(_read(unseen, numbers).detach().to(device), numbers, unseen)
+                report(seen.count + new.count, total, "statistics")
+            found = {"images": new.count, "set": _name(unseen), **new.describe()}
+            about["unseen"] = {key: found[key] for key in _UNSEEN if key in found}
         net.statistics = Statistics(
             fisher={name: tensor / seen.count for name, tensor in squares.items()},
             means={name: one.mean for name, one in moments.items()},
@@ -181,8 +184,8 @@ def _find_gradients(model: YNet, parameters: dict[str, Tensor], images: Tensor) 
     return vmap(grad(loss), in_dims=(None, 0))(parameters, images)
 
 
-class _Usual:
-    """What images usually have, energy and, with a branch, the task's loss, of images that come in batches."""
+class _Measured:
+    """Energy, with a branch the loss of the task, and with labels the accuracy, of images that come in batches."""
 
     def __init__(self, model: YNet) -> None:
         self._model, self.count = model, 0

@@ -55,7 +55,7 @@ def train(
         target: Unlabelled images of the target set, for "uda".
         classes: Class names; by default those of the set or of the network's card.
         statistics: Number of training images on which to collect the network's statistics at the end, see `collect`;
-            what is usual is measured on images that were held out, if there are any.
+            the task is also measured on images that were held out, if there are any.
         progress: Called with the steps done, their total, and the results of the last epoch.
 
     Returns:
