@@ -29,7 +29,7 @@ import torch
 
 import testtime as tt
 from testtime.data.families import expand
-from testtime.evaluation import fit_calibration, open_run, read_traces
+from testtime.evaluation import Trace, fit_calibration, open_run, read_traces
 from testtime.networks.task_loss import measure_drift
 from testtime.provenance import describe_machine
 
@@ -44,7 +44,12 @@ def find_level(name: str) -> int:
 
 def fit(pairs: Sequence[Sequence[str]]) -> tuple[tt.Calibration, tuple[float, float]]:
     """Fit the calibration, and the line of the gain over the logarithm of the drift: slope and intercept."""
-    traces = [trace for file, run in pairs for trace in read_traces(open_run(run), tt.load(file))]
+    traces: list[Trace] = []
+    for file, run in pairs:
+        try:
+            traces += read_traces(open_run(run), tt.load(file))
+        except ValueError as error:
+            raise SystemExit(f"{file}, {run}: {error}") from None
     groups = [next(title for title, own in GROUPS.items() if find_level(trace.name) in own) for trace in traces]
     drift = np.log([trace.drift.mean() for trace in traces])
     gain = [trace.right[2].mean() - trace.right[0].mean() for trace in traces]

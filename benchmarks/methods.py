@@ -380,7 +380,7 @@ def ttt(net: tt.YNet) -> Predict:
 
 
 def best(net: tt.YNet) -> Predict:
-    model, known = copy.deepcopy(net), read_task_loss(net, "copies", trained=True)
+    model, known = copy.deepcopy(net), read_task_loss(net, "copies", seen=True)
     assert known is not None
     optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.0005)
     limit = average = EASY * known.loss

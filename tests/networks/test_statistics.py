@@ -129,7 +129,7 @@ def test_the_task_is_measured_on_unseen_images_too() -> None:
     assert same(both.fisher, alone.fisher)
     assert same(both.means, alone.means)
     collect(net, images, unseen=unseen)
-    known, trained = read_task_loss(net), read_task_loss(net, trained=True)
+    known, trained = read_task_loss(net), read_task_loss(net, seen=True)
     assert known is not None
     assert trained is not None
     assert (known.source, trained.source) == ("the statistics, 9 unseen images", "the statistics, 6 images")

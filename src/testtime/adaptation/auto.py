@@ -34,7 +34,7 @@ _FIXED, _EPISODIC, _ONLINE = range(3)
 
 @dataclass(frozen=True)
 class Calibration:
-    """The thresholds of `Auto`, and how confidence becomes accuracy.
+    """The thresholds of `Auto`, and how the accuracy falls with confidence.
 
     `testtime.evaluation.fit_calibration` fits one to runs with labels. The default learns online from the drift up to
     which `testtime.diagnose` finds little to gain, and has an assumed spread.

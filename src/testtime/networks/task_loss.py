@@ -67,20 +67,18 @@ def measure_task(net: YNet, images: Tensor, draws: Draws) -> dict[str, Tensor] |
     return losses
 
 
-def read_task_loss(
-    net: YNet, images: Literal["copies", "plain"] = "plain", *, trained: bool = False
-) -> TaskLoss | None:
+def read_task_loss(net: YNet, images: Literal["copies", "plain"] = "plain", *, seen: bool = False) -> TaskLoss | None:
     """Return what a network's statistics or the record of its card say about the task; None if they say nothing.
 
     Args:
         net: The network.
         images: Whether to compare with augmented copies or with plain images; the record does not distinguish them.
-        trained: Whether to compare with images that the network was trained on, even if others were measured.
+        seen: Whether to compare with images that the network was trained on, even if others were measured.
     """
     about: Any = {} if net.statistics is None else net.statistics.about  # from a file, not validated
     for kind, known in (("unseen images", find_entry(about, "unseen")), ("images", about)):
         measured = find_entry(known, "task", images)
-        if isinstance(measured, float) and not (trained and known is not about):
+        if isinstance(measured, float) and not (seen and known is not about):
             return TaskLoss(f"the statistics, {known.get('images')} {kind}", measured)
     record: Any = net.card.record
     for key, kind in (("held_out", "held-out"), ("training", "training")):

@@ -45,7 +45,7 @@ class Rehearsal(Hedged):
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:
         super().__init__(replicas, settings, later)
         assert replicas.example is not None
-        known, device = read_task_loss(replicas.net, "copies", trained=True), replicas.packed.numbers.device
+        known, device = read_task_loss(replicas.net, "copies", seen=True), replicas.packed.numbers.device
         self._limit = 0.0 if known is None else self.drift * known.loss
         self._average = torch.full((replicas.count,), self._limit, dtype=torch.float32, device=device)
         self.state |= {"average": self._average.clone()} if self._limit else {}
