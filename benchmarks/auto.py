@@ -42,14 +42,17 @@ def find_level(name: str) -> int:
     return int(name.rsplit("/", 1)[1]) if "/" in name else 0
 
 
+def read(file: str, run: str) -> list[Trace]:
+    """Read the streams of a run with a network."""
+    try:
+        return read_traces(open_run(run), tt.load(file))
+    except ValueError as error:
+        raise SystemExit(f"{file}, {run}: {error}") from None
+
+
 def fit(pairs: Sequence[Sequence[str]]) -> tuple[tt.Calibration, tuple[float, float]]:
     """Fit the calibration, and the line of the gain over the logarithm of the drift: slope and intercept."""
-    traces: list[Trace] = []
-    for file, run in pairs:
-        try:
-            traces += read_traces(open_run(run), tt.load(file))
-        except ValueError as error:
-            raise SystemExit(f"{file}, {run}: {error}") from None
+    traces = [trace for file, run in pairs for trace in read(file, run)]
     groups = [next(title for title, own in GROUPS.items() if find_level(trace.name) in own) for trace in traces]
     drift = np.log([trace.drift.mean() for trace in traces])
     gain = [trace.right[2].mean() - trace.right[0].mean() for trace in traces]
