@@ -139,6 +139,17 @@ def test_the_task_is_measured_on_unseen_images_too() -> None:
             collect(net, images, unseen=others)
 
 
+def test_as_many_unseen_images_are_sure_as_are_right() -> None:
+    net, unseen = make("group"), (pictures(40, seed=1) * 255).byte()
+    probability, predicted = net(unseen).softmax(1).max(1)
+    labels = torch.where(torch.arange(40) < 28, predicted, (predicted + 1) % 3)
+    right = float((predicted == labels).double().mean())
+    assert 0.7 <= right < 1
+    about = statistics(collect(net, pictures(6), unseen=TensorSet("others", unseen, labels))).about["unseen"]
+    assert about["accuracy"] == right
+    assert float((probability > about["confidence"]).double().mean()) == pytest.approx(right, abs=1 / 40)
+
+
 def test_progress_counts_the_images() -> None:
     seen: list[tuple[int, int]] = []
     collect(make("sequential"), pictures(70), progress=lambda done, total, _: seen.append((done, total)))

@@ -80,7 +80,9 @@ class Replicas:
                 self.parts[name] = replicate(module, count, given, name, chosen)
             else:
                 self.parts[name] = share(module, count, given, dtype)
-        self._separable = set() if example is None else self._find_separable(example)
+        self._separable: set[Part] = set()
+        if example is not None and count == 1 and not kernels.tuning(example.device).waits:
+            self._separable = _find_separable(self.parts, self._prepare(example[None]))
         self.batch_norms = BatchNorms(module for part in self.parts.values() for module in part.modules())
         self.tensors: dict[str, Tensor] = {}
         for name in parts:
@@ -154,16 +156,6 @@ class Replicas:
         """Whether parts compute each image as if it were alone, except within `learning` of `batch_norms`."""
         return self._separable.issuperset(parts) and self.batch_norms.statistics != "batch"
 
-    @torch.no_grad()
-    def _find_separable(self, example: Tensor) -> set[Part]:
-        """Return the parts of a single replica whose batches may be split or joined."""
-        if self.count > 1 or kernels.tuning(example.device).waits:
-            return set()
-        pixels = self._prepare(example[None])
-        features = self.parts["encoder"](pixels)
-        inputs = {name: pixels if name == "encoder" else features for name in self.parts}
-        return {name for name, part in self.parts.items() if is_separable(part, inputs[name])}
-
     def parameters(self, parts: Iterable[Part], norms_only: bool = False) -> dict[str, Tensor]:
         """Return the stacked parameters `(S, ...)` of some parts by name, optionally only those of norms."""
         prefixes = tuple(f"{part}." for part in parts)
@@ -196,6 +188,14 @@ def put_rows(piece: Tensor, old: Tensor, rows: Tensor) -> None:
     """Overwrite the rows of a tensor `(S, ...)` where `rows`, bool `(S,)`, is true; other rows stay unchanged."""
     if kernels.take_over("put_rows", piece, old, rows) is None:
         torch.where(rows.view(-1, *[1] * (piece.dim() - 1)), old, piece, out=piece)
+
+
+@torch.no_grad()
+def _find_separable(parts: Mapping[Part, nn.Module], pixels: Tensor) -> set[Part]:
+    """Return the parts of a single replica whose batches may be split or joined."""
+    features = parts["encoder"](pixels)
+    inputs = {name: pixels if name == "encoder" else features for name in parts}
+    return {name for name, part in parts.items() if is_separable(part, inputs[name])}
 
 
 def _copy(module: nn.Module, shares: bool) -> nn.Module:

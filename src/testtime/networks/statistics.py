@@ -94,8 +94,7 @@ def collect(
             chunk = _read(images, numbers)
             digest.update(chunk.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
             chunk = chunk.detach().to(device)
-            _add_moments(model, chunk, moments)
-            seen.add(chunk, numbers)
+            seen.add(chunk, _add_moments(model, chunk, moments), numbers)
             for name, gradients in _find_gradients(model, parameters, chunk).items():
                 squares[name] += gradients.float().square().sum(0)
             report(seen.count, total, "statistics")
@@ -103,7 +102,8 @@ def collect(
         about |= seen.describe()
         if unseen is not None:
             for numbers in others.split(_CHUNK):
-                new.add(_read(unseen, numbers).detach().to(device), numbers, unseen)
+                chunk = _read(unseen, numbers).detach().to(device)
+                new.add(chunk, _run(model, chunk), numbers, unseen)
                 report(seen.count + new.count, total, "statistics")
             found = {"images": new.count, "set": _name(unseen), **new.describe()}
             about["unseen"] = {key: found[key] for key in _UNSEEN if key in found}
@@ -194,11 +194,10 @@ class _Measured:
         self._probabilities: list[Tensor] = []
         self._losses: dict[str, list[Tensor]] = {}
 
-    @torch.no_grad()
-    def add(self, images: Tensor, numbers: Tensor, source: Tensor | TestSet | None = None) -> None:
-        """Add images on the model's device, their sample numbers `(n,)`, and the set whose labels count."""
+    def add(self, images: Tensor, logits: Tensor, numbers: Tensor, source: Tensor | TestSet | None = None) -> None:
+        """Add images, their logits, their sample numbers `(n,)`, and the set whose labels count."""
         self.count += len(images)
-        logits = _run(self._model, images).float().cpu()
+        logits = logits.float().cpu()
         self._energies.append(logits.logsumexp(1))
         if isinstance(source, TestSet) and source.labels is not None:
             scores = source.scores(logits)
@@ -239,8 +238,8 @@ class _Moments:
 
 
 @torch.no_grad()
-def _add_moments(model: YNet, images: Tensor, moments: dict[str, _Moments]) -> None:
-    """Run the network and add the activations of its layers to their moments."""
+def _add_moments(model: YNet, images: Tensor, moments: dict[str, _Moments]) -> Tensor:
+    """Run the network and add the activations of its layers to their moments; returns its logits."""
     features: list[Tensor] = []
 
     def add(name: str, values: Tensor, axis: int) -> None:
@@ -262,11 +261,13 @@ def _add_moments(model: YNet, images: Tensor, moments: dict[str, _Moments]) -> N
             stack.callback(layer.register_forward_hook(make_hook(name, axis)).remove)
         for layer in _list_linear(model):
             stack.callback(layer.register_forward_pre_hook(store).remove)
-        _run(model, images)
+        logits = _run(model, images)
     if features:
         add(FEATURES, features[0], -1)  # of the linear layer that was called last
+    return logits
 
 
+@torch.no_grad()
 def _run(model: YNet, images: Tensor) -> Tensor:
     try:
         return model(images)
