@@ -131,7 +131,7 @@ def make_speed() -> Parts:
 
 
 def read_methods() -> Mapping[str, Any]:
-    """The speed of methods on the GPU; that of those that learn from single images is of a later file."""
+    """The speed of methods on the GPU; later rows, of `ttt` and `best`, replace those of the first file."""
     held, later = (read_file(Path(f"results/methods-{name}.json")) for name in ("h200", "h200-bn"))
     return {**held, "rows": [*held["rows"], *later["rows"]]}
 
@@ -233,14 +233,14 @@ def make_networks() -> Parts:
 
 def make_branches() -> Parts:
     """The parts of the page on branches for networks without one."""
-    files = {  # those of a fit are separated by spaces
-        ("Group Normalization", "branch alone, 20 epochs"): ["branch-gn-20-0 past-branch"],
-        ("Group Normalization", "branch and encoder, 6 epochs"): ["branch-gn-joint-0"],
-        ("Group Normalization", "jointly from scratch"): ["levels past-joint"],
-        ("Batch Normalization", "branch alone, 20 epochs"): ["branch-bn-20-0", "branch-bn-20-1"],
-        ("Batch Normalization", "branch and encoder, 6 epochs"): ["branch-bn-joint-0"],
+    files = {
+        ("Group Normalization", "branch alone, 20 epochs"): [("branch-gn-20-0", "past-branch")],
+        ("Group Normalization", "branch and encoder, 6 epochs"): [("branch-gn-joint-0",)],
+        ("Group Normalization", "jointly from scratch"): [("levels", "past-joint")],
+        ("Batch Normalization", "branch alone, 20 epochs"): [("branch-bn-20-0",), ("branch-bn-20-1",)],
+        ("Batch Normalization", "branch and encoder, 6 epochs"): [("branch-bn-joint-0",)],
     }
-    ways = {key: [by_level(read_results(*fit.split()))[5] for fit in fits] for key, fits in files.items()}
+    ways = {key: [by_level(read_results(*fit))[5] for fit in fits] for key, fits in files.items()}
     tried = {
         "copy, 6 epochs": "6",
         "copy, 20 epochs": "20",
@@ -255,7 +255,7 @@ def make_branches() -> Parts:
         "branches": methods.format_branches(ways),
         "held out": methods.format_held_out(chosen),
         "sources": format_sources(
-            *in_cifar(*(name for fits in files.values() for fit in fits for name in fit.split())),
+            *in_cifar(*(name for fits in files.values() for fit in fits for name in fit)),
             *in_cifar(*(f"selection-branch-gn-{name}" for name in tried.values())),
         ),
     }
