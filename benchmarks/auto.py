@@ -75,10 +75,11 @@ def measure(
     for name in sets:
         test_set = tt.data.open(name)
         row: dict[str, Any] = {"set": name, "level": find_level(name)}
+        limit = given.limit if row["level"] else given.limit_original or given.limit
         right: list[bool] = []
         for mode, adapter in adapters.items():
             adapter.reset()
-            records = list(tt.evaluate(adapter, test_set, shuffle=True, limit=given.limit))
+            records = list(tt.evaluate(adapter, test_set, shuffle=True, limit=limit))
             right = [bool(record.is_right) for record in records]
             row |= {"images": len(right), mode: sum(right) / len(right)}
             if mode == "fixed":
@@ -119,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", default="digits-c", help="its original set is tested, too (default: digits-c)")
     parser.add_argument("--levels", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--limit", type=int, help="images of each set")
+    parser.add_argument("--limit-original", type=int, help="images of the original set, which is a third of the mean")
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="JSON")

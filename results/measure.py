@@ -238,7 +238,13 @@ EVALUATIONS = {
     },
     **{
         f"selection-{protocol}": "-c runs/selection-short/network.safetensors --matrix best --data cifar10-held-out-c "
-        f"--methods best,without-original,fixed-mirrored --batch 200 --protocol {protocol} --limit 1000"
+        f"--methods best,without-original,without-memory,fixed-mirrored --batch 200 --protocol {protocol} --limit 1000"
+        for protocol in ("reset", "clean", "correlated")
+    },
+    **{
+        f"margin-{protocol}": "-c runs/selection-joint/network.safetensors --matrix best --data cifar10-held-out-c "
+        "--methods margin-0.2,best,margin-0.5,fixed-mirrored --precision bf16 --batch 200 "
+        f"--protocol {protocol} --limit 2000"
         for protocol in ("reset", "clean", "correlated")
     },
     **{

@@ -943,9 +943,13 @@ def test_the_studies_are_the_papers() -> None:
         MethodSpec(f"without-{part}", "online", settings={"constants": constants}, method="best")
         for part, constants in parts.items()
     ]
-    assert made["best"].methods == (best, *without, mirrored, control)
+    margins = [
+        MethodSpec(f"margin-{margin}", "online", settings={"constants": {"margin": margin}}, method="best")
+        for margin in (0.2, 0.5)
+    ]
+    assert made["best"].methods == (best, *without, mirrored, *margins, control)
     net = resnet26(depth=8)
-    assert [one.make(net, 0).holds_images for one in made["best"].methods] == [True, True, *[False] * 4]
+    assert [one.make(net, 0).holds_images for one in made["best"].methods] == [True, True, *[False] * 3, True, True, False]
     some = make_plan("best", checkpoint="x", levels="1,5")
     assert names(some) == ["cifar10", *(f"cifar10-c/{c}/{level}" for c in CORRUPTIONS for level in (1, 5))]
     assert some.methods == made["best"].methods

@@ -138,13 +138,20 @@ class Replicas:
 
     def compute_both(self, views: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the task's outputs of views and the class logits of images, encoded in one pass if possible."""
+        features = self.encode_both(views, images)
+        if features is None:
+            return self.self_supervise(views), self(images)
+        return self.supervise(features[0]), self.classify(features[1])
+
+    def encode_both(self, views: Tensor, images: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the features of views and of images from one pass; None where that cannot be done."""
         encoder = self.parts["encoder"]  # stacked, it is known to treat images independently, but for their statistics
         independent = isinstance(encoder, StackedPart) and self.batch_norms.statistics != "batch"
         if not independent or views.shape[2:] != images.shape[2:]:
-            return self.self_supervise(views), self(images)
+            return None
         features = encoder(torch.cat([self._prepare(views), self._prepare(images)], dim=1))
         first, second = features.split([views.shape[1], images.shape[1]], dim=1)
-        return self.supervise(first), self.classify(second)
+        return first, second
 
     def _compute_in_halves(self, images: Tensor, branch: Part) -> Tensor | None:
         chain: tuple[Part, ...] = ("encoder", branch)

@@ -120,9 +120,10 @@ class Objective(abc.ABC):
         assert example is not None
         return self.replicas(example.expand(self.replicas.count, *example.shape)).shape[-1]
 
-    def classify(self, images: Tensor, features: Tensor | None = None) -> Tensor:
-        """Return class logits `(S, B, K)` of images, reusing their features if given."""
+    def classify(self, images: Tensor, features: Tensor | None = None, mirrored: Tensor | None = None) -> Tensor:
+        """Return class logits `(S, B, K)` of images; reuses features of them and of their mirror images, if given."""
         logits = self.replicas.classify(self.replicas.encode(images) if features is None else features).float()
         if self.settings.mirrored:
-            logits = (logits + self.replicas(images.flip(-1)).float()) / 2
+            other = self.replicas(images.flip(-1)) if mirrored is None else self.replicas.classify(mirrored)
+            logits = (logits + other.float()) / 2
         return logits

@@ -12,6 +12,7 @@ from torch import Tensor
 from testtime.adaptation.objectives.self_supervision import SelfSupervision
 from testtime.adaptation.prediction import Observation, Unclassified
 from testtime.adaptation.settings import Settings
+from testtime.kernels.graphs import Concurrent, Later
 from testtime.networks.replicas import Replicas
 
 _LEAST = 0.05  # added to the losses, so that the chance of small ones does not count
@@ -29,7 +30,7 @@ class Hedged(SelfSupervision):
         original: Observes with the original network; None: does without it.
     """
 
-    sharpness, margin, recent, lasting = 40.0, 0.2, 0.9, 0.98
+    sharpness, margin, recent, lasting = 40.0, 0.35, 0.9, 0.98
 
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:
         super().__init__(replicas, settings, later)
@@ -39,12 +40,13 @@ class Hedged(SelfSupervision):
             self.settings = dataclasses.replace(settings, measure_loss=True)
             same = Replicas(replicas.net, replicas.count, (), replicas.example, replicas.dtype)
             same.batch_norms.use("source")
-            self.original = SelfSupervision(same, self.settings, later)
+            self._apart = Concurrent(replicas.packed.numbers.device)  # nothing that learns has to wait for it
+            self.original = SelfSupervision(same, self.settings, lambda function, *given: Later(function(*given)))
             self.state |= {name: self.make_average(2) for name in ("recent", "lasting")}
 
     def begin(self, images: Tensor, wanted: Tensor) -> None:
         if self.original is not None:
-            self._wanted, self._seen_by_original = wanted.float(), self.later(self.original.observe, images)
+            self._wanted, self._seen_by_original = wanted.float(), self._apart.later(self.original.observe, images)
 
     def complete(self, *measured: Observation | Unclassified) -> list[Observation]:
         observed = super().complete(*measured)

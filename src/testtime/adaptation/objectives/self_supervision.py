@@ -73,11 +73,12 @@ class SelfSupervision(Objective):
             return Observation(self.classify(images, features), unknown, unknown)
         views, targets = task.probe(images.flatten(0, 1))
         views = views.unflatten(0, (count, -1))  # (S, B·V, C, h, w)
-        features = self.replicas.encode(views)
+        both = self.replicas.encode_both(views, images.flip(-1)) if self.settings.mirrored else None
+        features, mirrored = (self.replicas.encode(views), None) if both is None else both
         # The first view is the plain image, unless the task changed its shape.
         plain = features[:, :: views.shape[1] // number] if views.shape[2:] == images.shape[2:] else None
         defers = may_defer and plain is not None
-        logits = None if defers else self.later(self.classify, images, plain)
+        logits = None if defers else self.later(self.classify, images, plain, mirrored)
         losses = task.loss(self.replicas.supervise(features).flatten(0, 1), targets).view(count, number, -1)
         loss, confidence = losses.mean(-1), task.confidence(losses)
         if logits is None:
