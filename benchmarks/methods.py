@@ -413,11 +413,11 @@ def best(net: tt.YNet) -> Predict:
         recent, lasting = 0.9 * recent + 0.1 * losses, 0.98 * lasting + 0.02 * losses
         classes = classes + (before[0].softmax(0).cpu() - classes) / 64
         gaps = [float(torch.diff(-(one + 0.05).log())) for one in (recent, lasting)]
-        if gaps[1] < -0.35:
+        if gaps[1] < -0.2:
             model.load_state_dict(net.state_dict())
             memory.clear()
             average, recent, lasting, classes = limit, torch.zeros(2), torch.zeros(2), torch.zeros(10)
-        return theirs + (ours - theirs) / (1 + math.exp(-40 * (gaps[0] + 0.35)))
+        return theirs + (ours - theirs) / (1 + math.exp(-40 * (gaps[0] + 0.2)))
 
     return one_by_one(predict)
 

@@ -243,7 +243,7 @@ EVALUATIONS = {
     },
     **{
         f"margin-{protocol}": "-c runs/selection-joint/network.safetensors --matrix best --data cifar10-held-out-c "
-        "--methods margin-0.2,best,margin-0.5,fixed-mirrored --precision bf16 --batch 200 "
+        "--methods best,margin-0.35,margin-0.5,fixed-mirrored --precision bf16 --batch 200 "
         f"--protocol {protocol} --limit 2000"
         for protocol in ("reset", "clean", "correlated")
     },

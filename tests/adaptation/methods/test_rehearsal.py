@@ -75,7 +75,7 @@ def rehearse(
         if sharpness:
             losses = [0.9 * old + 0.1 * new for old, new in zip(losses, (first, second), strict=True)]
             classes = classes + (before[0].softmax(0) - classes) / max(memory, 1)
-            ratio = math.exp(0.35) * (losses[0] + 0.05) / (losses[1] + 0.05)
+            ratio = math.exp(0.2) * (losses[0] + 0.05) / (losses[1] + 0.05)
             ours = theirs + (ours - theirs) / (1 + ratio**-sharpness)
         yield ours, learns
 

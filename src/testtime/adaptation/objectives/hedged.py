@@ -30,7 +30,7 @@ class Hedged(SelfSupervision):
         original: Observes with the original network; None: does without it.
     """
 
-    sharpness, margin, recent, lasting = 40.0, 0.35, 0.9, 0.98
+    sharpness, margin, recent, lasting = 40.0, 0.2, 0.9, 0.98
 
     def __init__(self, replicas: Replicas, settings: Settings, later: Callable[..., Any]) -> None:
         super().__init__(replicas, settings, later)
