@@ -219,14 +219,23 @@ def make_networks() -> Parts:
     """The parts of the page on networks."""
     seeds, earlier = read_results(*SEEDS, main=("fixed", "online")), read_results(*EARLIER)
     robust, wide = read_results(*ROBUST), read_results("robust-x2-level-5")
+    tried = {
+        "severity 3, weight 12": "severity-3",
+        "severity 6, weight 12": "severity-6",
+        "severity 10, weight 12": "severity-10",
+        "severity 3, weight 6": "consistency-6",
+    }
+    chosen = {title: read_results(f"selection-{name}").tables[0] for title, name in tried.items()}
     return {
         "trainings": trainings.format_trainings(),
         "seeds": errors.format_table(seeds, by_level(seeds)[5]),
         "seeds of 0.1": errors.format_table(earlier, by_level(earlier)[5]),
         "robust": errors.format_table(robust, by_level(robust)[5]),
         "robust, width 2": errors.format_table(wide, by_level(wide)[5]),
+        "robust, held out": methods.format_held_out(chosen),
         "sources": format_sources(
-            *in_cifar("levels", *SEEDS, *EARLIER, "tf32-0", "tf32-1", *ROBUST, "robust-x2-level-5", "uda")
+            *in_cifar("levels", *SEEDS, *EARLIER, "tf32-0", "tf32-1", *ROBUST, "robust-x2-level-5", "uda"),
+            *in_cifar(*(f"selection-{name}" for name in tried.values())),
         ),
     }
 

@@ -83,7 +83,7 @@ def format_branches(ways: Mapping[tuple[str, str], Sequence[Table]]) -> str:
 
 
 def format_held_out(ways: Mapping[str, Table]) -> str:
-    """The errors on held-out training images under the extra corruptions, by how the branch was trained."""
+    """The errors on held-out training images under the extra corruptions, by how the network was trained."""
     columns = next(iter(ways.values())).columns
     rows = [
         [way, f"`{method}`", *(f"{one.rows[method][column].error:.1f}" for column in columns)]
