@@ -182,6 +182,7 @@ TUNINGS = {
             ("-episodic", f"--mode episodic --lr {rates} --limit 200"),
         )
     },
+    "vit-branch": "-c runs/vit-branch/network.safetensors --precision bf16 --lr 0.0003,0.001,0.003,0.01 --limit 1000",
 }
 """Name → arguments of `testtime tune`; "memory" and "drift" have what the one before has chosen."""
 HELD_OUT = "--data cifar10-held-out-c --levels 5 --methods fixed,online --precision bf16 --shuffle"
@@ -250,7 +251,7 @@ EVALUATIONS = {
     **{
         f"auto-{name}": f"-c runs/selection-{name}/network.safetensors --data cifar10-held-out-c --levels 1-5 "
         "--methods fixed,episodic,online --precision bf16 --limit 3000 --shuffle"
-        for name in ("joint", "robust")
+        for name in ("joint", "bn-joint", "robust")
     },
     "past-branch": "-c runs/branch-gn-20-0/network.safetensors --matrix best --precision bf16 --methods best,"
     "fixed-mirrored",
