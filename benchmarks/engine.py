@@ -281,6 +281,9 @@ def run(
             row = adapter_row(f"{count} episodes of 10 steps, {precision}", episodes, images, 10, device, budget)
             table.add(note_groups(row, count, int(episodes.parallel)))
             del episodes
+            if not small:
+                name = f"{count} episodes of 10 steps, {precision}, as many at once as `Episodic` chooses"
+                table.add(adapter_row(name, Episodic(net, **fast), images, 10, device, budget))
             torch.cuda.empty_cache()
     if small:
         images = pool[:200]
@@ -294,7 +297,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="fewer sizes and shorter measurements")
-    parser.add_argument("--small-only", action="store_true", help="ResNet-26 only")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--small-only", action="store_true", help="ResNet-26 only")
+    chosen.add_argument("--large-only", action="store_true", help="ResNet-18 at 224×224 only, on CUDA")
     parser.add_argument("--counts", type=int, nargs="+", help="how many episodes and streams at once")
     parser.add_argument("--seconds", type=float, help="seconds to measure each row")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
@@ -319,7 +324,8 @@ def main() -> None:
         if options.out:
             options.out.write_text(json.dumps(document, indent=1) + "\n")
 
-    run("resnet26", resnet26(), 32, 32, options, store)
+    if not options.large_only:
+        run("resnet26", resnet26(), 32, 32, options, store)
     if options.device == "cuda" and not options.small_only:
         run("resnet18", resnet18(1000), 224, 64, options, store)
 
