@@ -142,8 +142,8 @@ def format_gaps(runs: Mapping[str, Run], one: str, two: str) -> str:
     return table(heads, rows, words=(0, 1))
 
 
-def format_answers(runs: Mapping[str, Run], methods: Sequence[str]) -> str:
-    """The errors of some methods along streams, on corrupted and on original images; `runs` by title."""
+def format_answers(runs: Mapping[str, Run], methods: Mapping[str, str]) -> str:
+    """The errors of methods along streams, on corrupted and on original images; runs by title, titles by method."""
     rows = []
     for title, run in runs.items():
         held = {method: split_answers(run, method) for method in methods}
@@ -153,7 +153,7 @@ def format_answers(runs: Mapping[str, Run], methods: Sequence[str]) -> str:
                 for own in held.values()
             ]
             rows.append([title, kind, f"{len(right[0]):,}", *(f"{100 - 100 * one.mean():.2f}" for one in right)])
-    heads = ["stream", "images", "answers", *(f"`{method}`" for method in methods)]
+    heads = ["stream", "images", "answers", *methods.values()]
     return table(heads, rows, words=(0, 1))
 
 
