@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from testtime.storage import printable, write_atomic
 
 from . import (
     comparison,
+    drift,
     errors,
     figures,
     imagenet,
@@ -67,6 +68,8 @@ HARM = {
 }
 CHOSEN = {"reset": "a set each", "clean": HARM["clean"], "correlated": HARM["correlated"]}
 """Names of streams in which learning might harm, and titles; those with held-out images."""
+MARGINS = {"margin-0.2": "0.2", "best": "0.35", "margin-0.5": "0.5", CONTROL: f"`{CONTROL}`"}
+"""Methods of the files on the margin of `best`, whose default was 0.35 then, and titles."""
 
 Parts = dict[str, str]
 
@@ -101,6 +104,7 @@ def make_parts() -> dict[Path, Parts]:
         },
         docs / "results/photographs.md": make_photographs(),
         docs / "results/poison.md": make_poison(),
+        docs / "results/auto.md": make_auto(),
         docs / "comparison.md": make_comparison(),
     }
 
@@ -279,6 +283,8 @@ def make_rehearsal(past: Path = CIFAR) -> Parts:
     files = [file for own in find_past(past).values() for file in own]
     runs = {title: read_runs(CIFAR / f"harm-{name}.json")[0] for name, title in HARM.items()}
     held_out = {title: read_runs(CIFAR / f"selection-{name}.json")[0] for name, title in CHOSEN.items()}
+    margins = {title: read_runs(CIFAR / f"margin-{name}.json")[0] for name, title in CHOSEN.items()}
+    titles = {name: f"`{name}`" for name in (methods.BEST, "without-original", CONTROL)}
     choices = {
         name: read_file(CIFAR / f"tune-{name}.json") for name in ("ttt", "mirrored", "rehearsal", "memory", "drift")
     }
@@ -290,11 +296,14 @@ def make_rehearsal(past: Path = CIFAR) -> Parts:
         "parts": methods.format_tuned(choices),
         "grid": methods.format_grid(choices["rehearsal"]),
         "drift": methods.format_grid(choices["drift"]),
-        "original network": streams.format_answers(held_out, (methods.BEST, "without-original", CONTROL)),
+        "original network": streams.format_answers(held_out, titles),
+        "margin": streams.format_answers(margins, MARGINS),
         "test sets": methods.format_ablation(read_past(past)),
         "streams": streams.format_gaps(runs, methods.BEST, CONTROL),
         "sources of the test sets": format_sources(*files, *in_cifar(*(f"harm-{name}" for name in HARM))),
-        "sources of the original network": format_sources(*in_cifar(*(f"selection-{name}" for name in CHOSEN))),
+        "sources of the original network": format_sources(
+            *in_cifar(*(f"{kind}-{name}" for kind in ("selection", "margin") for name in CHOSEN))
+        ),
         "sources": table(["file", "command"], commands, words=(0, 1)),
     }
 
@@ -321,10 +330,24 @@ def make_vit() -> Parts:
     }
 
 
+def make_auto() -> Parts:
+    """The parts of the page on what the drift tells."""
+    files = {name: Path(f"results/drift-gn-{name}.json") for name in ("joint", "robust")}
+    held = {f"`cifar10-resnet26-gn-{name}`": read_file(file) for name, file in files.items()}
+    return {
+        "scores": drift.format_scores(held),
+        "levels": drift.format_levels(held),
+        "sources": format_benchmarks(files.values()),
+    }
+
+
 def make_comparison() -> Parts:
     """The parts of the page that compares methods."""
+    networks = comparison.find_files()
     return {
-        **{network: comparison.format_errors(network) for network in comparison.find_files()},
+        **{network: comparison.format_errors(network, comparison.SHIFTS) for network in networks},
+        **{f"{network}, streams": comparison.format_errors(network, comparison.STREAMS) for network in networks},
+        "guards": comparison.format_guards(),
         "costs": comparison.format_costs(read_methods()),
         "sources": comparison.format_files(),
     }
@@ -332,17 +355,22 @@ def make_comparison() -> Parts:
 
 def make_poison() -> Parts:
     """The parts of the page on hostile images."""
-    files = {name: Path(f"results/poison-{name}.json") for name in ("original", "noise")}
+    files = {name: Path(f"results/poison-{name}.json") for name in ("original", "noise", "bn-original", "bn-noise")}
     held = {name: read_file(file) for name, file in files.items()}
-    rows = [
-        [link(file), format_hardware(held[name]["hardware"]), format_command(held[name]["command"])]
-        for name, file in files.items()
-    ]
     return {
         **{name: poison.format_kinds(one, 0.1) for name, one in held.items()},
         "shares": poison.format_shares(held["noise"]),
-        "sources": table(["file", "hardware", "command"], rows, words=(0, 1, 2)),
+        "sources": format_benchmarks(files.values()),
     }
+
+
+def format_benchmarks(files: Iterable[Path]) -> str:
+    """Where the numbers of benchmarks come from."""
+    held = {file: read_file(file) for file in files}
+    rows = [
+        [link(file), format_hardware(one["hardware"]), format_command(one["command"])] for file, one in held.items()
+    ]
+    return table(["file", "hardware", "command"], rows, words=(0, 1, 2))
 
 
 def make_photographs() -> Parts:
