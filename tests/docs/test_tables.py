@@ -280,7 +280,7 @@ def test_gaps_along_streams_are_of_corrupted_and_of_original_images(tmp_path: Pa
     wrong = {unit.method: 60 - unit.about["counts"]["is_right"] for unit in run.units}
     for place, method in ((3, "tent"), (4, "fixed")):
         assert float(shifted[place]) * 0.4 + float(original[place]) * 0.2 == pytest.approx(wrong[method], abs=0.02)
-    answers = streams.format_answers({"back": run}, ("tent", "fixed")).splitlines()[2:]
+    answers = streams.format_answers({"back": run}, {"tent": "TENT", "fixed": "`fixed`"}).splitlines()[2:]
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in answers] == [shifted[:5], original[:5]]
     difference = float(shifted[5].replace("−", "-"))
     assert difference == pytest.approx(float(shifted[3]) - float(shifted[4]), abs=0.011)
@@ -295,6 +295,7 @@ def test_the_comparison_joins_files_of_a_protocol(tmp_path: Path, monkeypatch: p
     held = {
         "gn-reset.json": [score("fixed", 30.0, 1, 7.0), score("tent", 20.0, 2, 8.0)],
         "gn-reset-single.json": [score("online", 10.0)],
+        "gn-reset-guarded.json": [score("tent-guarded", 18.0, 2)],
         "gn-batch-1.json": [score("tent", 80.0)],
     }
     for name, rows in held.items():
@@ -303,10 +304,12 @@ def test_the_comparison_joins_files_of_a_protocol(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(comparison, "FOLDER", Path())
     monkeypatch.setattr(comparison, "read_file", lambda file: json.loads((tmp_path / file).read_text()))
     assert list(comparison.find_files()) == ["gn"]
-    shown = comparison.format_errors("gn")
+    shown = comparison.format_errors("gn", comparison.TITLES)
     assert shown.splitlines()[0].split("|")[2:-1] == [" reset ", " batch 1 "]
+    assert row(comparison.format_errors("gn", comparison.STREAMS), "`tent`") == ["80.0 ± 1.5"]
     assert row(shown, "`tent`") == ["20.0 ± 1.5 / 8.0 ‡", "80.0 ± 1.5"]
     assert row(shown, "`online`") == ["10.0 ± 1.5", ""]
+    assert row(comparison.format_guards(), "`tent`") == ["20.0 ± 1.5 / 8.0 ‡", "18.0 ± 1.5 ‡"]
     costs = comparison.format_costs({"rows": [{"method": "ttt", "ms_per_image": 2.0}]})
     assert row(costs, "`online`") == ["2.00", "2", "5.0", "3.0 / 1.0"]
     assert row(costs, "`fixed`") == ["", "2", "5.0", ""]
