@@ -16,7 +16,7 @@ from adapters import pictures
 from models import Flattening, Residual, VisionTransformer, sequential
 from testtime import Episodic, Fixed, Online, YNet, resnet18, resnet26, split
 from testtime.networks.batch_norms import Statistics
-from testtime.networks.replicas import PARTS, Replicas, put_rows
+from testtime.networks.replicas import PARTS, Replicas, compute_both, put_rows
 from testtime.randomness import Draws
 
 
@@ -260,7 +260,7 @@ def test_both_branches_answer_as_each_alone(name: str, statistics: Statistics, s
     views = pictures(8, size=side).view(2, 4, 3, side, side)
     images = (pictures(6, seed=5) * 255).byte().view(2, 3, 3, 16, 16)
     with torch.no_grad():
-        found, expected = replicas.compute_both(views, images), (replicas.self_supervise(views), replicas(images))
+        found, expected = compute_both(replicas, views, images), (replicas.self_supervise(views), replicas(images))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 

@@ -136,13 +136,6 @@ class Replicas:
         outputs = self._compute_in_halves(views, "ssl")
         return self.supervise(self.encode(views)) if outputs is None else outputs
 
-    def compute_both(self, views: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the task's outputs of views and the class logits of images, encoded in one pass if possible."""
-        features = self.encode_both(views, images)
-        if features is None:
-            return self.self_supervise(views), self(images)
-        return self.supervise(features[0]), self.classify(features[1])
-
     def encode_both(self, views: Tensor, images: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the features of views and of images from one pass; None where that cannot be done."""
         encoder = self.parts["encoder"]  # stacked, it is known to treat images independently, but for their statistics
@@ -189,6 +182,14 @@ class Replicas:
         for name, tensor in self.tensors.items():
             if name in state or isinstance(tensor, nn.Parameter):  # non-persistent buffers are in no state
                 tensor[index] = state[name]
+
+
+def compute_both(replicas: Replicas, views: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the task's outputs of views and the class logits of images, encoded in one pass if possible."""
+    features = replicas.encode_both(views, images)
+    if features is None:
+        return replicas.self_supervise(views), replicas(images)
+    return replicas.supervise(features[0]), replicas.classify(features[1])
 
 
 def put_rows(piece: Tensor, old: Tensor, rows: Tensor) -> None:

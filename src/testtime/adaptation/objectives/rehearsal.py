@@ -18,7 +18,7 @@ from testtime.adaptation.prediction import Observation
 from testtime.adaptation.settings import Settings
 from testtime.augment import as_floats
 from testtime.kernels import possibly_any
-from testtime.networks.replicas import Replicas
+from testtime.networks.replicas import Replicas, compute_both
 from testtime.networks.task_loss import EASY, read_task_loss
 from testtime.randomness import Draws
 
@@ -73,7 +73,7 @@ class Rehearsal(Hedged):
             self.replicas.batch_norms.train(False)
             logits = self.replicas(self._draw(draws))
         else:
-            outputs, logits = self.replicas.compute_both(views, self._draw(draws))
+            outputs, logits = compute_both(self.replicas, views, self._draw(draws))
         losses = (self.compare(outputs, targets, images) * weights).sum(1)
         if self._limit:
             remaining = self.momentum ** (weights > 0).sum(1).float()
