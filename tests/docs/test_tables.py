@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from generate import build, comparison, errors, imagenet, methods, poison, service, speed, streams, variants
+from generate import build, comparison, drift, errors, imagenet, methods, poison, service, speed, streams, variants
 from generate.result_files import by_level, compare, read_past, time_methods
 
 from report_runs import make_columns, make_run
@@ -313,6 +313,22 @@ def test_the_comparison_joins_files_of_a_protocol(tmp_path: Path, monkeypatch: p
     costs = comparison.format_costs({"rows": [{"method": "ttt", "ms_per_image": 2.0}]})
     assert row(costs, "`online`") == ["2.00", "2", "5.0", "3.0 / 1.0"]
     assert row(costs, "`fixed`") == ["", "2", "5.0", ""]
+
+
+def test_gains_by_drift_count_original_mild_and_hard_sets_alike() -> None:
+    found = [
+        ("digits", 1.0, -0.3),
+        ("digits-c/fog/1", 1.2, 1.0),
+        ("digits-c/fog/2", 2.0, 2.0),
+        ("digits-c/fog/5", 3.0, 6.0),
+    ]
+    rows = [{"set": name, "drift": value, "gain": gain} for name, value, gain in found]
+    document = {"calibration": {"online": 1.5}, "rows": rows}
+    assert drift.average_gains(document) == pytest.approx(((-0.3 + 1.5 + 6.0) / 3, (0 + 1.0 + 6.0) / 3))
+    rows += [{"set": f"digits-c/fog/{level}", "drift": 3.0, "gain": 4.0} for level in (3, 4)]
+    drifts, gains = (line.split("|")[3:-1] for line in drift.format_levels({"net": document}).splitlines()[2:])
+    assert [cell.strip() for cell in drifts] == ["1.00", "1.20", "2.00", "3.00", "3.00", "3.00"]
+    assert gains[0].strip() == "−0.30"
 
 
 def test_what_hostile_images_cost() -> None:
