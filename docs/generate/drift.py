@@ -37,7 +37,7 @@ def format_scores(held: Mapping[str, Document]) -> str:
 
 
 def average_gains(document: Document) -> tuple[float, float]:
-    """The gain of learning on all sets, and on those from the threshold on; original, mild and hard ones count alike."""
+    """The gain of learning on all sets, and on those from the threshold on; groups of levels count alike."""
     limit, always, chosen = document["calibration"]["online"], [], []
     for levels in ((0,), (1, 2), (3, 4, 5)):
         own = [row for row in document["rows"] if find_level(row["set"]) in levels]
