@@ -1,7 +1,7 @@
-"""What does the drift tell that `Auto` follows? Predicted without labels, next to what was measured with them.
+"""How well does the drift that `Auto` follows predict, without labels, the gain of learning and the accuracy?
 
     python benchmarks/drift.py --checkpoint cifar10-resnet26-gn-joint --measured results/cifar10/levels.json \\
-        --images 1000 --out results/drift-joint.json
+        --images 1000 --out results/drift-gn-joint.json
     python benchmarks/drift.py --checkpoint NETWORK --measured RUN
 
 Every set of the measured run, which has `fixed` and `online`, is a stream that is answered without learning. Of each:

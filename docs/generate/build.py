@@ -331,7 +331,7 @@ def make_vit() -> Parts:
 
 
 def make_auto() -> Parts:
-    """The parts of the page on what the drift tells."""
+    """The parts of the page on what drift predicts."""
     files = {name: Path(f"results/drift-gn-{name}.json") for name in ("joint", "robust")}
     held = {f"`cifar10-resnet26-gn-{name}`": read_file(file) for name, file in files.items()}
     return {

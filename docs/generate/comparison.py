@@ -88,7 +88,7 @@ def format_errors(network: str, titles: Mapping[str, str]) -> str:
     """The errors with a network: a row for each method, a column for each protocol, by their names and titles."""
     found = {protocol: rows for protocol, rows in read_rows(network).items() if protocol in titles}
     known = dict.fromkeys(name for rows in found.values() for name in rows)
-    names = [*(name for name in OURS if name in known), *(name for name in known if name not in OURS)]
+    names = [*(name for name in OURS if name in known), *sorted(name for name in known if name not in OURS)]
     lines = [[f"`{name}`", *(_format_error(rows, name) for rows in found.values())] for name in names]
     return table(["error in %, level 5 / original", *(titles[protocol] for protocol in found)], lines)
 

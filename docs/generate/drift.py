@@ -1,4 +1,4 @@
-"""Tables of what the drift tells that `Auto` follows, from `benchmarks/drift.py`."""
+"""Tables of what the drift that `Auto` follows predicts, from `benchmarks/drift.py`."""
 
 from __future__ import annotations
 
