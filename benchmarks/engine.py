@@ -258,20 +258,21 @@ def run(
     few = 8 if small else 2
     table.add(measure("naive loop, online", device, lambda: loop(few, 1), few, 1, budget))
     table.add(measure("naive loop, standard, 10 steps", device, lambda: loop(1, 10), 1, 10, budget))
-    reference = make_eager(Online(net, **task), pool)
-    table.add(adapter_row("eager reference, online", reference, pool[:few], 1, device, budget))
-    reference = make_eager(Episodic(net, parallel=1, **task), pool)
-    table.add(adapter_row("eager reference, standard, 10 steps", reference, pool[:1], 10, device, budget))
-    # Compiling takes longer than everything else here, so only the fastest arithmetic is compiled.
-    for precision, compiled in (("tf32", False), ("bf16", False), ("bf16", True)):
-        batch = 8192 if small else 512
-        table.add(large_batch(net, size, batch, copies, device, precision, compiled, budget))
-        torch.cuda.empty_cache()
+    if not options.package_only:
+        reference = make_eager(Online(net, **task), pool)
+        table.add(adapter_row("eager reference, online", reference, pool[:few], 1, device, budget))
+        reference = make_eager(Episodic(net, parallel=1, **task), pool)
+        table.add(adapter_row("eager reference, standard, 10 steps", reference, pool[:1], 10, device, budget))
+        # Compiling takes longer than everything else here, so only the fastest arithmetic is compiled.
+        for precision, compiled in (("tf32", False), ("bf16", False), ("bf16", True)):
+            batch = 8192 if small else 512
+            table.add(large_batch(net, size, batch, copies, device, precision, compiled, budget))
+            torch.cuda.empty_cache()
     for precision, counts in (COUNTS if small else LARGE_COUNTS).items():
         fast = task | {"precision": precision}
         stream = pool[: 64 if small else 8]
         table.add(adapter_row(f"one online stream, {precision}", Online(net, **fast), stream, 1, device, budget))
-        for count in options.counts or counts:
+        for count in (options.counts or counts) if counts else ():
             images = pool[:count]
             streams = Streams(net, count, **fast)
             row = adapter_row(f"{count} streams, {precision}", streams, images, 1, device, budget)
@@ -300,6 +301,7 @@ def main() -> None:
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--small-only", action="store_true", help="ResNet-26 only")
     chosen.add_argument("--large-only", action="store_true", help="ResNet-18 at 224×224 only, on CUDA")
+    parser.add_argument("--package-only", action="store_true", help="no eager reference, no plain training; on CUDA")
     parser.add_argument("--counts", type=int, nargs="+", help="how many episodes and streams at once")
     parser.add_argument("--seconds", type=float, help="seconds to measure each row")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")

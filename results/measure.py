@@ -44,13 +44,15 @@ UDA_SETS = f"cifar10,{GRADUAL},cifar10-c/*/5"
 
 TRAININGS = {
     **{
-        f"selection-{name}": f"--data cifar10 --hold-out 5000 --recipe robust --epochs 30 --precision bf16 {setting}"
+        f"selection-{name}": f"--data cifar10 --hold-out 5000 --recipe robust --precision bf16 {setting}"
         for name, setting in (
-            ("severity-3", "--severity 3"),
-            ("severity-6", "--severity 6"),
-            ("severity-10", "--severity 10"),
-            ("consistency-6", "--consistency 6"),
-            ("random-views", "--views random"),
+            ("severity-3", "--epochs 30 --severity 3"),
+            ("severity-6", "--epochs 30 --severity 6"),
+            ("severity-10", "--epochs 30 --severity 10"),
+            ("consistency-6", "--epochs 30 --consistency 6"),
+            ("random-views", "--epochs 30 --views random"),
+            ("epochs-75", "--epochs 75"),
+            ("epochs-150", "--epochs 150"),
         )
     },
     "selection-plain": "--data cifar10 --hold-out 5000 --method plain --precision tf32",
@@ -249,9 +251,9 @@ EVALUATIONS = {
         for protocol in ("reset", "clean", "correlated")
     },
     **{
-        f"auto-{name}": f"-c runs/selection-{name}/network.safetensors --data cifar10-held-out-c --levels 1-5 "
-        "--methods fixed,episodic,online --precision bf16 --limit 3000 --shuffle"
-        for name in ("joint", "bn-joint", "robust")
+        f"auto-{name}": f"-c runs/selection-{network}/network.safetensors --data cifar10-held-out-c --levels 1-5 "
+        "--methods fixed,episodic,online --precision bf16 --limit 2000 --shuffle"
+        for name, network in (("joint", "joint"), ("bn-joint", "bn-joint"), ("robust", "epochs-150"))
     },
     "past-branch": "-c runs/branch-gn-20-0/network.safetensors --matrix best --precision bf16 --methods best,"
     "fixed-mirrored",
@@ -286,7 +288,7 @@ EVALUATIONS = {
         f"--methods {methods} --batch 200 --shuffle --limit {limit} --protocol recurring"
         for suffix, precision, methods, limit in (
             ("", "tf32", "fixed,tent,eata,rdumb,cotta,roid", 2000),
-            ("-single", "bf16", SINGLE, 500),
+            ("-single", "bf16", SINGLE, 200),
         )
     },
     **{
