@@ -252,7 +252,7 @@ EVALUATIONS = {
     },
     **{
         f"auto-{name}": f"-c runs/selection-{network}/network.safetensors --data cifar10-held-out-c --levels 1-5 "
-        "--methods fixed,episodic,online --precision bf16 --limit 2000 --shuffle"
+        "--methods fixed,episodic,online --precision bf16 --limit 1000 --shuffle"
         for name, network in (("joint", "joint"), ("bn-joint", "bn-joint"), ("robust", "epochs-150"))
     },
     "past-branch": "-c runs/branch-gn-20-0/network.safetensors --matrix best --precision bf16 --methods best,"
