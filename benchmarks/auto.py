@@ -43,9 +43,11 @@ def find_level(name: str) -> int:
 
 
 def read(file: str, run: str) -> list[Trace]:
-    """Read the streams of a run with a network."""
+    """Read the streams of a run with a network; without `episodic`, episodes count as no learning."""
     try:
-        return read_traces(open_run(run), tt.load(file))
+        opened = open_run(run)
+        episodic = "episodic" if any(unit.method == "episodic" for unit in opened.units) else "fixed"
+        return read_traces(opened, tt.load(file), ("fixed", episodic, "online"))
     except ValueError as error:
         raise SystemExit(f"{file}, {run}: {error}") from None
 

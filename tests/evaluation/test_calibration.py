@@ -42,6 +42,28 @@ def test_a_calibration_is_fitted() -> None:
     assert fit_calibration(traces, weights=[1, 1, 0, 0, 0]).online is None  # those that it harms
 
 
+def test_a_longer_average_for_noisy_drifts() -> None:
+    """Drifts differ more from image to image than from stream to stream; learning helps from a mean of 2 on."""
+    noise = np.random.default_rng(0).exponential(size=(6, 400))
+    right = {True: np.repeat([[0.0], [0.0], [1.0]], 400, 1), False: np.repeat([[1.0], [0.0], [0.0]], 400, 1)}
+    empty = np.zeros((3, 400))
+    traces = [
+        Trace(f"{mean}", mean * row, right[mean > 2].astype(bool), empty)
+        for mean, row in zip((1, 1.2, 1.4, 2.6, 2.8, 3), noise, strict=True)
+    ]
+    found = fit_calibration(traces)
+    assert found.momentum > 0.9
+    assert found.online is not None
+
+    def measure(momentum: float) -> float:
+        return np.mean([measure_accuracy(replace(found, momentum=momentum), trace) for trace in traces])
+
+    assert measure(found.momentum) > measure(0.9)
+    assert fit_calibration(traces, [0.5]).momentum == 0.5
+    with pytest.raises(ValueError, match="must not be empty"):
+        fit_calibration(traces, [])
+
+
 def test_single_unusual_images_get_episodes() -> None:
     drift = np.where(np.arange(200) % 10 == 0, 5.0, 1.0)
     right = np.stack([drift < 2, np.ones(200), np.zeros(200)]).astype(bool)

@@ -73,15 +73,14 @@ class Calibration:
         Returns:
             The modes, int64 `(N,)`, and the drift of the stream after them.
         """
-        modes = []
-        for drift in drifts.tolist():
-            if math.isfinite(drift):
-                average += (drift - average) * (1 - self.momentum)
-            if not math.isfinite(drift) or _reaches(average, self.online):
-                modes.append(_ONLINE)
-            else:
-                modes.append(_EPISODIC if _reaches(drift, self.episodic) else _FIXED)
-        return torch.tensor(modes, dtype=torch.int64, device="cpu"), average
+        averages = follow_drift(drifts, average, self.momentum)
+        return self.decide(drifts, averages), float(averages[-1]) if len(averages) else average
+
+    def decide(self, drifts: Tensor, averages: Tensor) -> Tensor:
+        """Choose the modes of images by their drifts and those of the stream, `(N,)` each, see `choose`."""
+        online, episodic = (math.inf if limit is None else limit for limit in (self.online, self.episodic))
+        modes = torch.where(drifts >= episodic, _EPISODIC, _FIXED)
+        return torch.where(~drifts.isfinite() | (averages >= online), _ONLINE, modes)
 
     def estimate(self, sure: float, usual: float, images: int) -> Accuracy:
         """Estimate the accuracy on some images.
@@ -135,8 +134,20 @@ def _read_calibration(net: YNet) -> Calibration:
         raise ValueError(f"The network's card has a calibration that is not valid: {error}") from None
 
 
-def _reaches(drift: float, limit: float | None) -> bool:
-    return limit is not None and drift >= limit
+def follow_drift(drifts: Tensor, average: float, momentum: float) -> Tensor:
+    """Return the drift of a stream after each of its images, float64 `(N,)`, on the CPU.
+
+    Args:
+        drifts: Drifts of the images, `(N,)`; one that is not finite leaves the average as it is.
+        average: The drift of the stream before them.
+        momentum: Of the moving average.
+    """
+    averages = []
+    for drift in drifts.tolist():
+        if math.isfinite(drift):
+            average += (drift - average) * (1 - momentum)
+        averages.append(average)
+    return torch.tensor(averages, dtype=torch.float64, device="cpu")
 
 
 @document_settings(steps=1)
@@ -213,7 +224,8 @@ class Auto(Online):
         if self.settings.steps == 0 or len(images) == 0:
             return prediction
         average, sure, count = self._extra["score"].tolist()
-        modes, average = self.calibration.choose(measure_drift(prediction.loss_before, self.reference), average)
+        drifts = measure_drift(prediction.loss_before, self.reference).double().cpu()
+        modes, average = self.calibration.choose(drifts, average)
         for mode, predict in ((_EPISODIC, self._episodes[0]._predict), (_ONLINE, super()._predict)):
             rows = (modes == mode).nonzero().flatten().to(images.device)
             if len(rows):

@@ -10,18 +10,22 @@ Fit it on held-out images and the extra corruptions, never on test sets:
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from testtime.adaptation.auto import Calibration, Sureness
+from testtime.adaptation.auto import Calibration, Sureness, follow_drift
 from testtime.evaluation.units import Run
 from testtime.networks.task_loss import measure_drift, read_task_loss
 from testtime.networks.ynet import YNet
 
 _MODES = ("fixed", "episodic", "online")
+_MOMENTA = (0.9, 0.95, 0.98, 0.99, 0.995)
 
 
 class Trace(NamedTuple):
@@ -79,20 +83,22 @@ def read_traces(run: Run, net: YNet, methods: Sequence[str] = _MODES) -> list[Tr
 
 
 def fit_calibration(
-    traces: Sequence[Trace], momentum: float = Calibration.momentum, weights: Sequence[float] | None = None
+    traces: Sequence[Trace], momenta: Sequence[float] = _MOMENTA, weights: Sequence[float] | None = None
 ) -> Calibration:
-    """Choose the thresholds with the highest mean accuracy over streams, and fit the line of the accuracy.
+    """Choose thresholds and momentum with the highest mean accuracy over streams, and fit the line of the accuracy.
 
     Args:
         traces: The streams.
-        momentum: As in `Calibration`.
-        weights: How much each stream counts in the choice of the thresholds; None: all alike.
+        momenta: The values of `Calibration.momentum` to choose from.
+        weights: How much each stream counts in the choice; None: all alike.
 
     Raises:
-        ValueError: There are fewer than three streams, or not as many weights.
+        ValueError: There are fewer than three streams, no `momenta`, or not as many weights.
     """
     if len(traces) < 3:
         raise ValueError(f"`traces` must be at least 3 streams, got {len(traces)}.")
+    if not momenta:
+        raise ValueError("`momenta` must not be empty.")
     if weights is not None and len(weights) != len(traces):
         raise ValueError(f"`weights` must be one for each of the {len(traces)} streams, got {len(weights)}.")
     drifts = np.concatenate([trace.drift for trace in traces])
@@ -101,20 +107,22 @@ def fit_calibration(
     # not learning.
     means = sorted(float(trace.drift.mean()) for trace in traces)
     middles = [(low + high) / 2 for low, high in itertools.pairwise(means)]
-    candidates = [
-        Calibration(online, episodic, momentum)
-        for online in (None, *reversed(middles), 0.0)
-        for episodic in (None, *reversed(quantiles))
-    ]
-    best = max(
-        candidates, key=lambda one: np.average([measure_accuracy(one, trace) for trace in traces], weights=weights)
-    )
+    thresholds = list(itertools.product((None, *reversed(middles), 0.0), (None, *reversed(quantiles))))
+    best, highest = Calibration(), -math.inf
+    for momentum in momenta:
+        averages = [follow_drift(torch.from_numpy(trace.drift), 1.0, momentum) for trace in traces]
+        for online, episodic in thresholds:
+            one = Calibration(online, episodic, momentum)
+            found = [_measure_accuracy(one, *pair) for pair in zip(traces, averages, strict=True)]
+            accuracy = float(np.average(found, weights=weights))
+            if accuracy > highest:
+                best, highest = one, accuracy
     # Both fall from what is usual; the line of the falls goes through 0.
     sure = np.array([trace.usual - row.mean() for trace in traces for row in trace.sure])
     wrong = np.array([trace.usual - row.mean() for trace in traces for row in trace.right])
     slope = float(sure @ wrong / (sure @ sure)) if sure.any() else 1.0
     spread = float(np.linalg.norm(wrong - slope * sure) / np.sqrt(len(wrong) - 1))
-    return Calibration(best.online, best.episodic, momentum, slope, spread)
+    return replace(best, slope=slope, spread=spread)
 
 
 def measure_accuracy(calibration: Calibration, trace: Trace) -> float:
@@ -122,5 +130,9 @@ def measure_accuracy(calibration: Calibration, trace: Trace) -> float:
 
     This is that of `Auto`, but that the online mode has learned from the whole stream.
     """
-    modes, _ = calibration.choose(torch.from_numpy(trace.drift), 1.0)
+    return _measure_accuracy(calibration, trace, follow_drift(torch.from_numpy(trace.drift), 1.0, calibration.momentum))
+
+
+def _measure_accuracy(calibration: Calibration, trace: Trace, averages: Tensor) -> float:
+    modes = calibration.decide(torch.from_numpy(trace.drift), averages)
     return float(trace.right[modes.numpy(), np.arange(len(trace.drift))].mean())
