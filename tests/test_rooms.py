@@ -13,8 +13,8 @@ import testtime
 
 ROOT = Path(testtime.__file__).parent
 ROOMS = (
-    "threads", "kernels", "randomness", "precision", "storage", "checks", "tensorfile", "provenance", "progress",
-    "bundle", "augment", "tasks", "corruptions", "data", "networks", "adaptation", "training", "evaluation",
+    "threads", "heap", "kernels", "randomness", "precision", "storage", "checks", "tensorfile", "provenance",
+    "progress", "bundle", "augment", "tasks", "corruptions", "data", "networks", "adaptation", "training", "evaluation",
     "diagnosis", "report", "serve", "demo", "quick_demo", "doctor", "integrations", "cli", "__main__",
 )  # fmt: skip
 MODULES = {

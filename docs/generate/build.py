@@ -129,6 +129,7 @@ def make_speed() -> Parts:
         "engine on the GPU at 224": speed.format_engine(gpu, "resnet18"),
         "training on the GPU": speed.format_joint_training(training),
         "large models": speed.format_large_models(read_file(Path("results/models-h200.json"))),
+        "memory": speed.format_heap(read_file(Path("results/heap-cpu.json"))),
         "models": speed.format_models(read_file(Path("results/models-cpu.json"))),
         "methods": speed.format_methods(read_file(Path("results/methods-cpu.json")), read_methods()),
     }

@@ -49,6 +49,17 @@ def format_joint_training(held: Mapping[str, Any]) -> str:
     return table(heads, [[name, *(own.get(count, "") for count in (0, *counts))] for name, own in cells.items()])
 
 
+def format_heap(held: Mapping[str, Any]) -> str:
+    """Milliseconds and memory of computations on a CPU, with freed memory returned to the system, and reused."""
+    rows = [
+        [row["case"], *(f"{row[kind][key]:,.0f}" for key in ("ms", "mib") for kind in ("returned", "reused"))]
+        for row in held["rows"]
+    ]
+    for cells, row in zip(rows, held["rows"], strict=True):
+        cells.insert(3, f"{row['times']:.2f}")
+    return table(["", "ms", "ms, reused", "times", "peak MiB", "peak MiB, reused"], rows)
+
+
 def format_models(held: Mapping[str, Any]) -> str:
     """Milliseconds an image and memory of the models that people bring, against a naive loop."""
     rows = []

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator
 
 from testtime.cli.interrupt import INTERRUPTED, report_interrupt, run_process, was_interrupted
+from testtime.heap import reuse_memory
 
 __all__ = ["main", "run"]
 
@@ -25,6 +26,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # cp1252 on Windows lacks some characters
+    reuse_memory()
     run_process(lambda: run(sys.argv[1:]))
 
 
