@@ -24,7 +24,7 @@ from testtime.cli.diagnose import diagnose as command
 from testtime.data.corrupted import Corrupted
 from testtime.data.sets import TensorSet, TestSet
 from testtime.diagnosis.measure import Diagnosis, diagnose, diagnose_all, find_hints, find_reference, measure_reference
-from testtime.diagnosis.result import Estimate, Reference, format_diagnosis
+from testtime.diagnosis.result import Estimate, Reference, format_diagnosis, list_facts
 from testtime.diagnosis.verdict import judge
 from testtime.report.diagnosis import DiagnosisError, as_sections, read_diagnoses, render_page, write_page
 from testtime.storage import FileError
@@ -208,6 +208,13 @@ def test_without_a_reference_it_says_so(net: tt.YNet) -> None:
     assert found.verdict.kind == "helps"
     assert "on the training data they are not known" in found.verdict.reasons[0]
     assert "not known" in format_diagnosis(found)
+
+
+def test_facts_about_rotation_are_only_for_rotation(net: tt.YNet) -> None:
+    found = diagnose(net, shifted("contrast", 5), limit=48, trial=32)
+    facts = list_facts(found)
+    assert list(facts)[3:5] == ["up", "borders"]
+    assert list_facts(replace(found, task="masked")).keys() == facts.keys() - {"up", "borders"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -365,6 +366,17 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert whole["sets"]["digits-c/fog/3"]["batch"]["inner"] == pytest.approx(direct.batch.inner, rel=1e-4)
 
 
+def test_the_labels_of_a_subset_are_not_those_of_the_network(tmp_path: Path) -> None:
+    net = tt.resnet26(depth=8, size=16).describe(classes=tuple("abcdefghij"))
+    for shade, name in enumerate("hbe"):
+        (tmp_path / "imagenet-r" / name).mkdir(parents=True)
+        Image.new("RGB", (20, 20), (80 * shade,) * 3).save(tmp_path / "imagenet-r" / name / "1.jpg")
+    study = run_study(net, ["imagenet-r"], tmp_path / "study.json", root=tmp_path, **SMALL)  # type: ignore[arg-type]
+    direct = gradient_correlation(net, None, open_for(net, "imagenet-r", tmp_path), **SMALL).describe()  # type: ignore[arg-type]
+    assert {name: study["sets"]["imagenet-r"][name] for name in direct} == direct
+    assert direct["error"] is None
+
+
 def test_a_study_of_something_else_is_not_mixed_in(tmp_path: Path) -> None:
     net, out = tt.load("digits-resnet8-gn-joint"), tmp_path / "study.json"
     run_study(net, ["digits"], out, **SMALL)  # type: ignore[arg-type]
@@ -464,8 +476,6 @@ def test_sets_are_named_by_patterns_and_folders_by_themselves(tmp_path: Path) ->
 
 
 def test_folders_are_opened_as_the_network_sees_them(tmp_path: Path) -> None:
-    from PIL import Image
-
     net = tt.load("digits-resnet8-gn-joint")
     for name in ("3", "7"):
         (tmp_path / "digits" / name).mkdir(parents=True)

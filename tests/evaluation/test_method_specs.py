@@ -59,6 +59,14 @@ def test_a_calibration_makes_an_online_method_decide() -> None:
     assert adapter.settings.lr == 0.01
 
 
+def test_a_method_that_decides_can_observe_only() -> None:
+    net, images = tt.load("digits-resnet8-gn-joint"), tt.data.open("digits").images(range(4))
+    spec = MethodSpec("own", "online", settings={"calibration": {"online": 1.5}, "threshold": "20%"})
+    found = spec.observe_only(net).predict(images)
+    assert found.confidence.equal(tt.Fixed(net).predict(images).confidence)
+    assert not found.adapted.any()
+
+
 @pytest.mark.parametrize(
     ("mode", "calibration", "message"),
     [

@@ -17,6 +17,7 @@ import torch
 
 from testtime import cli, resnet26
 from testtime.adaptation.adapters import Adapter
+from testtime.adaptation.auto import Auto, Calibration
 from testtime.corruptions import corrupt
 from testtime.data import Corrupted, TensorSet, TestSet
 from testtime.evaluation import MethodSpec, Plan, RunError, SetSpec, Unit, make_plan, open_run, read_study, run_plan
@@ -25,7 +26,7 @@ from testtime.evaluation import worker as working
 from testtime.evaluation.protocols import Layout, Protocol, make_walk, read_layout, read_protocol
 from testtime.evaluation.ray import cut
 from testtime.evaluation.stream_sets import StreamSet, correlate, share_bases
-from testtime.evaluation.timing import find_every, read_speeds
+from testtime.evaluation.timing import find_every, predict_only, read_speeds
 from testtime.evaluation.worker import Worker
 from testtime.networks import load
 from testtime.randomness import Draws
@@ -316,7 +317,19 @@ def test_reset_is_recorded_as_before(network: str, tmp_path: Path) -> None:
     assert all_columns(tmp_path / "usual") == all_columns(tmp_path / "named")
 
 
-def test_calls_have_exactly_the_images_asked_for(network: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "sizes"),
+    [
+        (METHODS[2], [7, 7, 7, 3]),
+        (MethodSpec("one", "episodic", method="tent"), [7, 7, 7, 3]),
+        (MethodSpec("one", "episodic", settings={**SMALL, "share": "batch"}), [7, 7, 7, 3]),
+        (MethodSpec("one", "episodic", settings=SMALL), [24]),  # answers independent of the batch
+        (METHODS[0], [24]),
+    ],
+)
+def test_calls_have_exactly_the_images_asked_for(
+    network: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: MethodSpec, sizes: list[int]
+) -> None:
     calls: list[int] = []
     real = Adapter.predict
 
@@ -326,8 +339,8 @@ def test_calls_have_exactly_the_images_asked_for(network: str, tmp_path: Path, m
 
     monkeypatch.setattr(Adapter, "predict", predict)
     plan, sets = mini_plan(network, Protocol("continual", batch=7))
-    run_plan(replace(plan, methods=METHODS[2:]), tmp_path, sets=sets)
-    assert calls == [7, 7, 7, 3]
+    run_plan(replace(plan, methods=(method,)), tmp_path, sets=sets)
+    assert calls == sizes
 
 
 @pytest.mark.filterwarnings("ignore:The method 'tent' needs several images")
@@ -430,6 +443,33 @@ def test_speeds_are_measured_once_and_stored(network: str, tmp_path: Path, monke
     (tmp_path / "speeds.json").write_text('{"tent": -1}')
     with pytest.raises(RunError, match=r"speeds\.json"):
         run_plan(plan, tmp_path, sets=sets)
+
+
+def test_speeds_of_another_configuration_are_not_used(
+    network: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "_run_here", stop)
+    plan, sets = mini_plan(network, Protocol("reset", batch=4, rate=10.0))
+    for limit, measured, expected in ((8, 100.0, 100.0), (8, 50.0, 100.0), (12, 0.7, 0.7)):
+        monkeypatch.setattr(running, "measure", lambda adapter, batches, seconds=measured: seconds)
+        with pytest.raises(KeyboardInterrupt):
+            run_plan(replace(plan, limit=limit), tmp_path, sets=sets)
+        assert read_speeds(tmp_path) == {"online": expected, "tent": expected}
+
+
+def test_predicting_without_learning_leaves_an_adapter_as_it_was(network: str) -> None:
+    auto = Auto(load(network), reference=1.0, calibration=Calibration(online=0.0), **SMALL)
+    images = make_set("mini").images(slice(8))
+    auto.predict(images[:4])
+    assert auto.adapted == 4
+    before = auto.state_dict()
+    predict_only(auto, images[4:], torch.arange(4, 8))
+    after = auto.state_dict()
+    assert before.keys() == after.keys()
+    assert all(before[name].equal(after[name]) for name in before)
 
 
 def test_a_method_is_timed_on_its_calls(network: str, tmp_path: Path) -> None:

@@ -235,6 +235,13 @@ def test_a_loader_gives_the_records_of_the_set(net: YNet, pictures: TensorSet, m
     assert some == list(range(6))
 
 
+@pytest.mark.parametrize("limit", [0, 4, 8])
+def test_a_limit_takes_no_batch_more_than_needed(net: YNet, pictures: TensorSet, limit: int) -> None:
+    batches = iter(pictures.images(slice(None)).split(4))
+    assert len(list(evaluate(Fixed(net), batches, limit=limit))) == limit
+    assert sum(map(len, batches)) == len(pictures) - limit
+
+
 def test_batches_may_lack_labels(net: YNet, pictures: TensorSet) -> None:
     images, labels = pictures.images(slice(4)), [0, 1, 2, 3]
     batches = [images, (images, None), [images], (images, labels)]

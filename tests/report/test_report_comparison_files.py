@@ -85,6 +85,11 @@ def test_what_cannot_be_compared_is_refused(folders: list[Path], tmp_path: Path)
     first = open_run(folders[1])
     with pytest.raises(ResultsError, match="has the protocol continual"):
         collect([first])
+    few = make_run(
+        tmp_path / "few", {("fixed", "digits", 0): make_columns([True])}, configure({"name": "reset", "batch": 8})
+    )
+    with pytest.raises(ResultsError, match="reset, batch 8"):
+        collect([few])
     with pytest.raises(ResultsError, match="another limit"):
         compare_runs([first, make_continual(tmp_path / "limited", 4, limit=30)])
     marked = [make_continual(tmp_path / name, sets={"continual/digits": name}) for name in ("a", "b")]

@@ -27,7 +27,7 @@ from testtime.checks import (
 from testtime.data import families
 from testtime.data.sets import DerivedSet, OnBad, TensorSet, TestSet
 from testtime.diagnosis.batch_gradients import CONFIDENT
-from testtime.diagnosis.correlation import BATCH, SINGLE, Correlation, gradient_correlation
+from testtime.diagnosis.correlation import BATCH, SINGLE, Correlation, find_labels, gradient_correlation
 from testtime.networks.ynet import YNet
 from testtime.precision import Precision
 from testtime.progress import Progress, read_ahead
@@ -174,7 +174,7 @@ def run_study(
             raise StudyError(path, f"was made with other images of {name}", "write to another file")
     study |= describe_machine(next(net.parameters()).device)
     missing = {name: test_set for name, test_set in sets.items() if name not in study["sets"]}
-    loaded = ((name, _load(test_set, limit)) for name, test_set in missing.items())
+    loaded = ((name, _load(test_set, net, limit)) for name, test_set in missing.items())
     begin = time.perf_counter()
     for done, (name, test_set) in enumerate(read_ahead(loaded), start=1):
         found = gradient_correlation(
@@ -236,11 +236,11 @@ def _is_agreement(value: Any) -> bool:
     )
 
 
-def _load(test_set: TestSet, limit: int | None) -> TestSet:
-    """Load a set's images into memory, where possible."""
+def _load(test_set: TestSet, net: YNet, limit: int | None) -> TestSet:
+    """Load a set's images into memory, where possible, with labels only if they are class indices of the network."""
     if test_set.right is not None or isinstance(test_set, TensorSet):
         return test_set
     count = len(test_set) if limit is None else min(limit, len(test_set))
     images = torch.cat([chunk.images for chunk in test_set.chunks(_READ, slice(count))])
-    labels = None if test_set.labels is None else test_set.labels[:count]
-    return TensorSet(test_set.name, images, labels, test_set.classes)
+    labels = find_labels(test_set, net)
+    return TensorSet(test_set.name, images, None if labels is None else labels[:count], test_set.classes)

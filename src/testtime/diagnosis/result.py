@@ -189,13 +189,18 @@ def list_facts(found: Diagnosis) -> dict[str, str]:
     else:
         error = "" if known.task_error is None else f"error {known.task_error:.1%}, "
         usual = f"{error}loss {known.task_loss:.2f} ({printable(known.source)})"
-    upright = "" if found.upright is None else f", {found.upright:.0%} of them upright"
     lines = {
         "task": task,
         "in training": usual,
         "drift": f"{found.drift.value:+.2f} ± {_SIGMAS * found.drift.error:.2f} in the task's loss along the stream",
-        "up": f"{found.consistent:.0%} of the images have the same orientation in all rotations{upright}",
-        "borders": f"margins {format_margins(found.hints)}; error from the border alone {found.hints.border:.0%}",
+    }
+    if found.task == "rotation":
+        upright = "" if found.upright is None else f", {found.upright:.0%} of them upright"
+        lines |= {
+            "up": f"{found.consistent:.0%} of the images have the same orientation in all rotations{upright}",
+            "borders": f"margins {format_margins(found.hints)}; error from the border alone {found.hints.border:.0%}",
+        }
+    lines |= {
         "gate": f"at {found.threshold:g} it would select {found.gated:.0%} of the images",
         "guard": f"would intervene on {trial.rolled_back:.0%} ({trial.images} images, {trial.steps} × lr {trial.lr:g})",
     }

@@ -116,6 +116,7 @@ class MethodSpec:
     def observe_only(self, net: YNet) -> Adapter:
         """Return an adapter that observes as this method does, without learning."""
         settings = {**self.settings, "threshold": 1.0, "steps": 0}
+        settings.pop("calibration", None)  # decides what to learn from
         return replace(self, mode="episodic", settings=settings).make(net, 0, 1)
 
     def make(self, net: YNet, seed: int, parallel: int | Literal["auto"] = "auto") -> Adapter:

@@ -174,12 +174,12 @@ def _check_iterable(batches: Any, shuffle: bool) -> Iterable[Any]:
 def _walk_batches(
     adapter: Adapter, batches: Iterable[Any], limit: int | None, progress: Progress | None
 ) -> Iterator[Record]:
+    if limit == 0:
+        return
     count, wrong = 0, 0
     size = getattr(getattr(batches, "dataset", None), "__len__", lambda: 0)()
     for number, batch in enumerate(batches):
         left = None if limit is None else limit - count
-        if left == 0:
-            return
         images, labels = _read_batch(number, batch)
         images, labels = images[:left], None if labels is None else labels[:left]
         numbers = torch.arange(count, count + len(images), device="cpu")
@@ -193,6 +193,8 @@ def _walk_batches(
         if progress is not None and count:
             total = max(count, min(size, limit) if limit is not None and size else size)
             progress(count, total, "" if labels is None else f"error {wrong / count:.1%}")
+        if count == limit:  # before the next batch is taken from an iterator
+            return
 
 
 def _read_batch(number: int, batch: Any) -> tuple[Tensor, Tensor | None]:

@@ -20,10 +20,9 @@ from torch import Tensor
 from testtime.adaptation.adapters import Adapter
 from testtime.adaptation.prediction import Prediction
 from testtime.checks import is_number, is_table_of
-from testtime.evaluation.units import RunError
+from testtime.evaluation.units import SPEEDS, RunError
 from testtime.storage import FileError, read_json, write_atomic
 
-_FILE = "speeds.json"
 CALLS = 4
 """Calls of a measurement, of which the first is not counted."""
 
@@ -55,14 +54,15 @@ class Paced:
 def predict_only(adapter: Adapter, images: Tensor, samples: Tensor) -> Prediction:
     """Predict images with what an online adapter has learned so far, without learning from them.
 
-    It learns from them, and that is undone: loading a state would remake its replicas and recordings.
+    It learns from them, and its state is restored: loading a state would remake its replicas and recordings.
     """
     size = 1 if adapter.settings.share == "image" else len(images)  # single images would learn from each other
     parts: list[Prediction] = []
     for some, numbers in zip(images.split(size), samples.split(size), strict=True):
-        undo = adapter._make_undo()
+        undo, others = adapter._make_undo(), (adapter.seen, adapter._counts, dict(adapter._extra))
         found = adapter.predict(some, samples=numbers)
         undo()
+        adapter.seen, adapter._counts, adapter._extra = others
         parts.append(Prediction.unadapted(found.logits_before, found.loss_before, found.confidence))
     return Prediction.join(parts)
 
@@ -105,7 +105,7 @@ def read_speeds(folder: str | Path) -> dict[str, float]:
     Raises:
         RunError: The file is damaged.
     """
-    path, remedy = Path(folder) / _FILE, "remove it and the run's units to measure again"
+    path, remedy = Path(folder) / SPEEDS, "remove it and the run's units to measure again"
     if not path.exists():
         return {}
     try:
@@ -119,4 +119,4 @@ def read_speeds(folder: str | Path) -> dict[str, float]:
 
 def write_speeds(folder: str | Path, speeds: Mapping[str, float]) -> None:
     """Write the seconds per call of each method to a run's folder, atomically."""
-    write_atomic(Path(folder) / _FILE, json.dumps(dict(speeds), indent=1) + "\n")
+    write_atomic(Path(folder) / SPEEDS, json.dumps(dict(speeds), indent=1) + "\n")

@@ -31,6 +31,8 @@ from testtime.storage import FileError, check_file, clear_parts, error_text, par
 log = logging.getLogger(__name__)
 
 FORMAT = 1
+SPEEDS = "speeds.json"
+"""The file with the seconds per call of a run's methods, see timing.py."""
 _KEY = "testtime-unit"
 _SHOWN = 8
 
@@ -262,6 +264,7 @@ def prepare_folder(path: str | Path, configuration: Mapping[str, Any], about: Ma
         clear_parts(path)
     content = {"format": FORMAT, "configuration": configuration, **about}
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    (path / SPEEDS).unlink(missing_ok=True)  # of another configuration
     _write(path / "run.json", text.encode(errors="backslashreplace"))  # lone surrogates, as JSON escapes them
 
 

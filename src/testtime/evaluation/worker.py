@@ -247,12 +247,12 @@ def choose_batch(
 ) -> int:
     """Return the images per call of an adapter: those of the plan's protocol, or by the shape of the images.
 
-    The protocol's batch does not matter to what learns nothing from one image for the next, unless time does. Shards
+    The protocol's batch does not matter to what learns nothing from one image for another, unless time does. Shards
     are multiples of it, so that sharding does not change the results, bit for bit. On a GPU, episodes run in blocks,
     and each block size is recorded once as a graph; large batches of small images leave few odd sizes.
     """
     protocol = None if plan is None else plan.protocol
-    learns = method is None or method.mode == "online"
+    learns = method is None or method.mode == "online" or (method.mode == "episodic" and method.needs_batch)
     if protocol is not None and protocol.batch is not None and (learns or protocol.rate is not None):
         return protocol.batch
     small, large = kernels.tuning(device).batch

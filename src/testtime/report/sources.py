@@ -85,7 +85,10 @@ def sort_units(runs: Sequence[Run]) -> tuple[RunUnits, list[str]]:
     notes = check_runs(runs)
     for run in runs:
         if "protocol" in run.configuration:
-            fault = f"has the protocol {run.configuration['protocol'].get('name')}, not reset"
+            held = run.configuration["protocol"]
+            arguments = [f"{name} {value}" for name, value in held.items() if name not in ("name", "hash")]
+            title = ", ".join([str(held.get("name")), *arguments])
+            fault = f"has the protocol {title} instead of reset without arguments"
             raise ResultsError(run.path, fault, "report it with `compare`")
     for first, other in itertools.combinations(runs, 2):
         check_norms(first, other)
