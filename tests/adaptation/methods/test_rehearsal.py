@@ -149,6 +149,19 @@ def test_the_network_that_solves_the_task_answers(losses: list[float], weight: f
     torch.testing.assert_close(found, theirs + weight * (ours - theirs), **CLOSE)
 
 
+def test_answers_do_not_depend_on_whether_another_stream_learns() -> None:
+    streams, mixed = Streams(sharpen(network("group"), 4), 2, threshold=0.35, **GIVEN), 0
+    for pair in pictures(16).unflatten(0, (8, 2)):
+        state, alone = streams.state_dict(), []
+        for number in (0, 1):
+            alone.append(streams.predict(pair[number, None], streams=torch.tensor([number])))
+            streams.load_state_dict(state)
+        found = streams.predict(pair)
+        mixed += int(found.adapted.sum()) == 1
+        torch.testing.assert_close(found.logits, torch.cat([one.logits for one in alone]), **CLOSE)
+    assert mixed
+
+
 def test_a_stream_that_learns_the_task_away_starts_again() -> None:
     net, images = network("group"), pictures(4)
     adapter = Online(net, **GIVEN)

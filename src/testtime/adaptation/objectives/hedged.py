@@ -24,7 +24,8 @@ class Hedged(SelfSupervision):
     What counts is whose loss in the task, on plain images before learning from them, was lower: with the ratio r of the
     moving averages, of the original network's to the adapted one's, the adapted network has the weight
     sigmoid(sharpness · (log r + margin)). If log r stays below -margin, the stream starts again from the original
-    network. A `sharpness` of 0 does without it; otherwise the loss is measured in any case.
+    network. Images that are not learned from are answered by the adapted network. A `sharpness` of 0 does without the
+    original one; otherwise the loss is measured in any case.
 
     Attributes:
         original: Observes with the original network; None: does without it.
@@ -55,6 +56,7 @@ class Hedged(SelfSupervision):
         original = self._seen_by_original.result()
         self.compare_networks(original, observed[0])
         trust = (self.sharpness * (self._measure_ratio("recent") + self.margin)).sigmoid().view(-1, 1, 1)
+        trust = torch.where(self._wanted.unsqueeze(-1) > 0, trust, 1.0)
         return [one._replace(logits=torch.lerp(original.logits, one.logits, trust)) for one in observed]
 
     def compare_networks(self, original: Observation, adapted: Observation) -> None:
