@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from models import CLASSES, pictures
 from testtime import Recipe, bundle, resnet26, train
 from testtime.bundle import pack_folder, unpack_folder
-from testtime.storage import FileError, hold_folder
+from testtime.storage import FileError, atomic_file, hold_folder
 
 FILES = {
     "run.json": b"{}\n",
@@ -225,6 +225,50 @@ def test_packing_that_fails_leaves_nothing_and_can_be_repeated(run: Path, tmp_pa
         unpack_folder(tmp_path / "packed", tmp_path / "again")
     pack_folder(run, tmp_path / "packed", 1 << 20)
     assert set(read(tmp_path / "packed")) == {"part-0001.bin", "index.json"}
+
+
+@pytest.mark.parametrize(
+    "name", ["part-one.txt", "part-001.bin", "part-0001.bin.old", ".part-notes", ".index.json.bak", "part-x/mine"]
+)
+def test_files_of_others_are_left_alone(run: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "packed"
+    for file in ("part-0001.bin", name):
+        (out / file).parent.mkdir(parents=True, exist_ok=True)
+        (out / file).write_bytes(b"mine")
+    before = read(out)
+    with pytest.raises(FileError, match="packed: not empty"):
+        pack_folder(run, out)
+    assert read(out) == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_only_files_count_as_parts(run: Path, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "packed").mkdir()
+    part = tmp_path / "packed" / "part-0001.bin"
+    part.mkdir() if kind == "folder" else part.symlink_to(run / "z.bin")
+    with pytest.raises(FileError, match="packed: not empty"):
+        pack_folder(run, tmp_path / "packed")
+    assert part.exists()
+
+
+def test_packing_that_fails_removes_only_its_own_files(run: Path, tmp_path: Path) -> None:
+    def add_and_fail(done: int, total: int, name: str) -> None:
+        if name == "z.bin":
+            (tmp_path / "packed" / "part-time.txt").write_bytes(b"mine")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack_folder(run, tmp_path / "packed", 100, add_and_fail)
+    assert read(tmp_path / "packed") == {"part-time.txt": b"mine"}
+
+
+@pytest.mark.parametrize("name", ["part-0001.bin", "part-12345.bin", "index.json"])
+def test_temporary_files_of_a_killed_process_are_removed(run: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(FileNotFoundError), atomic_file(tmp_path / "packed" / name) as temporary:
+        temporary.rename(tmp_path / "left")  # as if it had been killed here
+    (tmp_path / "left").rename(temporary)
+    pack_folder(run, tmp_path / "packed")
+    assert not temporary.exists()
 
 
 # Unpacking is refused

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from testtime.storage import FileError, PathLike, atomic_file, check_file, hold_
 MIB = 1 << 20
 _FORMAT, _INDEX, _LARGEST_INDEX = 1, "index.json", 64 * MIB
 _LONGEST_NAME, _LONGEST_STEP = 1000, 255
+_NAMES = r"(part-[0-9]{4,}\.bin|index\.json)"
+_OUTPUTS = re.compile(rf"{_NAMES}|\.{_NAMES}\.[a-z0-9_]+\.part")  # temporary files are named as by `atomic_file`
 _DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{name}{number}" for name in ("COM", "LPT") for number in range(1, 10))}
 
 Entry = dict[str, Any]
@@ -57,7 +60,7 @@ def pack_folder(source: PathLike, out: PathLike, limit: int = 15 * MIB, progress
     if source.resolve() in (out.resolve(), *out.resolve().parents):
         raise FileError(out, "lies in the folder to pack", "choose another folder")
     with hold_folder(out):
-        if any(not path.name.startswith(("part-", ".part-", f".{_INDEX}.")) for path in out.iterdir()):
+        if any(path.name == _INDEX or not _is_output(path) for path in out.iterdir()):
             raise FileError(out, "not empty", "choose another folder")
         _clear(out)  # left behind by a process that was killed before it wrote the index
         files: list[Entry] = []
@@ -138,8 +141,13 @@ def _name_part(folder: Path, number: int) -> Path:
     return folder / f"part-{number + 1:04}.bin"
 
 
+def _is_output(path: Path) -> bool:
+    """Whether a path is a file that `pack_folder` writes, judging by its name."""
+    return _OUTPUTS.fullmatch(path.name) is not None and path.is_file() and not path.is_symlink()
+
+
 def _clear(folder: Path) -> None:
-    for path in list(folder.iterdir()):
+    for path in filter(_is_output, list(folder.iterdir())):
         path.unlink()
 
 

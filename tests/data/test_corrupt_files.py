@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -237,6 +241,64 @@ def test_a_folder_does_not_mix_settings(folder: Path, tmp_path: Path):
         corrupt_folder(folder, tmp_path / "out", "fog", 3, seed=1)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(corrupt_folder, name="contrast", severity=2),
+        functools.partial(corrupt_imagenet, names=["contrast"], severities=[2]),
+    ],
+)
+@pytest.mark.parametrize("change", ["added", "renamed", "removed", "content"])
+def test_a_folder_does_not_mix_pictures(folder: Path, tmp_path: Path, make: Callable[..., Path], change: str):
+    for number, path in enumerate(["a/one.ppm", "a/two.ppm"]):  # uncompressed: all have the same size
+        Image.fromarray(picture(number)).save(folder / path)
+        (folder / path).with_suffix(".png").unlink()
+    make(folder, tmp_path / "out")
+    before = {name: (tmp_path / "out" / name).read_bytes() for name in tree(tmp_path / "out")}
+    if change == "added":
+        Image.fromarray(picture(5)).save(folder / "a" / "first.png")
+    elif change == "renamed":
+        (folder / "zero.png").rename(folder / "null.png")
+    elif change == "removed":
+        (folder / "zero.png").unlink()
+    else:
+        Image.fromarray(picture(5)).save(folder / "a" / "two.ppm")
+    with pytest.raises(FileError, match="/out: made from other pictures"):
+        make(folder, tmp_path / "out")
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in tree(tmp_path / "out")} == before
+
+
+def test_a_copy_of_the_pictures_resumes_the_folder(folder: Path, tmp_path: Path):
+    corrupt_folder(folder, tmp_path / "out", "contrast", 2)
+    expected = (tmp_path / "out/zero.png").read_bytes()
+    (tmp_path / "out/zero.png").unlink()
+    shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    corrupt_folder(tmp_path / "copy", tmp_path / "out", "contrast", 2)
+    assert (tmp_path / "out/zero.png").read_bytes() == expected
+
+
+def test_a_folder_without_a_checksum_is_accepted_once(folder: Path, tmp_path: Path):
+    note = tmp_path / "out" / "corruption.json"
+    corrupt_folder(folder, tmp_path / "out", "contrast", 2)
+    settings = json.loads(note.read_text())
+    del settings["pictures"]
+    note.write_text(json.dumps(settings))
+    with pytest.raises(FileError, match="seed: 0 there, 1 now"):
+        corrupt_folder(folder, tmp_path / "out", "contrast", 2, seed=1)
+    assert json.loads(note.read_text()) == settings
+    corrupt_folder(folder, tmp_path / "out", "contrast", 2)
+    (folder / "zero.png").unlink()
+    with pytest.raises(FileError, match="other pictures"):
+        corrupt_folder(folder, tmp_path / "out", "contrast", 2)
+
+
+def test_a_picture_that_is_removed_meanwhile_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(folders, "find_pictures", lambda _: [Path("gone.png")])
+    with pytest.raises(FileError, match=r"/gone\.png: cannot be read"):
+        corrupt_folder(folder, tmp_path / "out", "contrast", 2)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_of_unknown_origin_is_left_alone(folder: Path, tmp_path: Path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "fog.npy").write_bytes(b"somebody's")
@@ -413,7 +475,7 @@ def test_imagenet_has_the_published_layout(tmp_path: Path):
     outputs = ["n01/a.JPEG", "n01/b.JPEG", "n02/c.JPEG"]
     expected = [f"{n}/{s}/{o}" for n, s, o in itertools.product(("contrast", "impulse_noise"), (1, 4), outputs)]
     assert tree(target) == sorted([*expected, "corruption.json"])
-    middle = files.cut_middle(files.read_picture(source / "n02/c.JPEG"))
+    middle = files.read_middle(source / "n02/c.JPEG")
     assert middle.size == (224, 224)
     wanted = corrupt(files.picture_tensor(middle)[None], "impulse_noise", 4, seed=3, samples=torch.tensor([2]))
     files.save_picture(files.tensor_picture(wanted[0]), tmp_path / "wanted.JPEG", quality=85)
@@ -433,12 +495,28 @@ def test_imagenet_refuses_two_pictures_of_one_name(tmp_path: Path):
         corrupt_imagenet(source, tmp_path / "c")
 
 
-def test_the_middle_is_cut_as_for_imagenet():
-    wide = files.cut_middle(Image.fromarray(picture(0, 100, 300)))
-    assert wide.size == (224, 224)
+def test_the_middle_is_cut_as_for_imagenet(tmp_path: Path):
+    Image.fromarray(picture(0, 100, 300)).save(tmp_path / "wide.png")
+    assert files.read_middle(tmp_path / "wide.png").size == (224, 224)
     tall = Image.fromarray(picture(0, 512, 256))
+    tall.save(tmp_path / "tall.png")
     expected = tall.crop((16, 144, 240, 368))
-    assert np.array_equal(np.asarray(files.cut_middle(tall)), np.asarray(expected))
+    assert np.array_equal(np.asarray(files.read_middle(tmp_path / "tall.png")), np.asarray(expected))
+
+
+@pytest.mark.parametrize("size", [(20_000, 1), (1, 20_000)])
+def test_the_middle_of_a_thread_is_refused_before_it_is_resized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+):
+    def resize(self: Image.Image, size: tuple[int, int], *_: object) -> Image.Image:
+        raise AssertionError(size)
+
+    (tmp_path / "val").mkdir()
+    Image.new("RGB", size).save(tmp_path / "val" / "thread.png")
+    monkeypatch.setattr(Image.Image, "resize", resize)
+    with pytest.raises(FileError, match=rf"/thread\.png: {size[0]}×{size[1]} pixels are too elongated"):
+        corrupt_imagenet(tmp_path / "val", tmp_path / "c", names=["contrast"], severities=[1])
+    assert tree(tmp_path / "c") == ["corruption.json"]
 
 
 def test_the_gallery_shows_every_corruption_at_every_severity(tmp_path: Path):

@@ -328,6 +328,27 @@ def test_damaged_packs(tmp_path: Path) -> None:
         open_packed(tmp_path)
 
 
+def test_a_finished_set_is_opened_without_writing(tmp_path: Path) -> None:
+    source = Counting()
+    pack(source, tmp_path)
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").mkdir()  # cannot be opened for writing, as if the folder were read-only
+    before = tmp_path.stat().st_mtime_ns
+    assert pack(source, tmp_path).images(slice(None)).equal(source.images(slice(None)))
+    assert tmp_path.stat().st_mtime_ns == before
+    with pytest.raises(DataError, match="cannot be written"):
+        pack(Counting(9), tmp_path)
+
+
+def test_packing_needs_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", fail)
+    source = Counting()
+    assert pack(source, tmp_path).images(slice(None)).equal(source.images(slice(None)))
+
+
 def test_several_packers_at_once(tmp_path: Path) -> None:
     source = Counting(200)
     found: list[TestSet] = []

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from testtime.corruptions.registry import LIMITS, Scale, corrupt, fits, severity_level
+from testtime.corruptions.registry import LIMITS, PIXEL_LIMIT, Scale, corrupt, fits, severity_level
 from testtime.data.frost import read_frost
 from testtime.data.pictures import SUFFIXES, open_picture
 from testtime.provenance import find_differences
@@ -57,11 +57,18 @@ def tensor_picture(pixels: Tensor) -> Image.Image:
     return Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
 
 
-def cut_middle(picture: Image.Image) -> Image.Image:
-    """Apply ImageNet's usual crop: resize the short side to 256, crop the centre 224 × 224, in RGB."""
+def read_middle(path: PathLike) -> Image.Image:
+    """Open a picture in RGB with ImageNet's usual crop: the short side resized to 256, the centre 224 × 224 cropped.
+
+    Raises:
+        FileError: As for `read_picture`, or the picture is too elongated to be resized within the limit.
+    """
+    picture = read_picture(path)
     width, height = picture.size
     short = min(width, height)
     size = (int(256 * width / short), int(256 * height / short))
+    if size[0] * size[1] > PIXEL_LIMIT:  # only the centre with `resize(box=…)` would round some pixels differently
+        raise FileError(path, f"{width}×{height} pixels are too elongated to resize")
     picture = picture.convert("RGB").resize(size, Image.Resampling.BILINEAR)
     left, top = round((size[0] - 224) / 2), round((size[1] - 224) / 2)
     return picture.crop((left, top, left + 224, top + 224))
@@ -161,7 +168,10 @@ def frost_setting(frost: PathLike | None) -> str | None:
 
 @contextlib.contextmanager
 def hold_target(target: Path, settings: dict[str, object]) -> Iterator[None]:
-    """Lock a folder that is new or was made with the same settings, and remove partial files of killed processes."""
+    """Lock a folder that is new or was made with the same settings, and remove partial files of killed processes.
+
+    `settings["pictures"]`, if any, is a checksum of the input pictures, which must be the same.
+    """
     try:
         with hold_folder(target):
             _agree(target, settings)
@@ -178,10 +188,15 @@ def _agree(target: Path, settings: dict[str, object]) -> None:
         found = read_json(note, limit=1 << 20)
         if not isinstance(found, dict):
             raise FileError(note, "not the settings of a run", "choose another folder")
-        differences = find_differences(found, settings)
+        pictures = settings.get("pictures")
+        differences = find_differences(found | {"pictures": pictures}, settings)
         if differences:
             raise FileError(target, f"made with other settings ({'; '.join(differences)})", "choose another folder")
-        return
-    if any(not entry.name.endswith(".part") for entry in target.iterdir()):
+        if found.get("pictures", pictures) != pictures:
+            raise FileError(target, "made from other pictures", "choose another folder")
+        if "pictures" in found or pictures is None:
+            return
+        # Made by an earlier version, which stored no checksum: accepted once, as it cannot be checked.
+    elif any(not entry.name.endswith(".part") for entry in target.iterdir()):
         raise FileError(target, f"not empty, and has no {_SETTINGS} of an earlier run", "choose another folder")
     write_atomic(note, json.dumps(settings, indent=2) + "\n")

@@ -1,12 +1,13 @@
 """Corrupt folders of pictures, also in the layout of ImageNet-C.
 
 Outputs are written atomically, and existing ones are skipped, so an interrupted run can be resumed. A folder stores its
-settings, and other settings are rejected.
+settings and a checksum of the pictures' paths, sizes and first bytes; other settings and pictures are rejected.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,11 +24,11 @@ from testtime.corruptions.registry import CORRUPTIONS, SEVERITIES, Scale, corrup
 from testtime.data.corrupt_files import (
     WRITABLE,
     corrupt_file,
-    cut_middle,
     frost_setting,
     hold_target,
     name_in_memory_errors,
     picture_tensor,
+    read_middle,
     read_picture,
     save_picture,
     tensor_picture,
@@ -41,6 +42,7 @@ from testtime.threads import count_cpus
 # Pictures read at once: enough for threads and batches, few enough for large photographs to fit in memory.
 _WINDOW, _WINDOW_PIXELS = 16, 1 << 24
 _JPEG = (".jpg", ".jpeg")
+_HEAD = 4096  # bytes of a picture in the checksum: uncompressed pictures of the same shape also have the same size
 
 
 def find_pictures(folder: PathLike) -> list[Path]:
@@ -98,15 +100,17 @@ def corrupt_folder(
         The target.
 
     Raises:
-        FileError: A picture cannot be read, an output cannot be written, or the target was made with other settings.
+        FileError: A picture cannot be read, an output cannot be written, or the target was made with other settings
+            or pictures.
         ValueError: An argument is invalid.
     """
     severity_level(name, severity, "cifar")
     source, target = _apart(source, target)
     pictures = find_pictures(source)
     settings = {"name": name, "severity": severity, "seed": seed, "scale": scale, "frost": frost_setting(frost)}
+    settings["pictures"] = _hash_pictures(source, pictures)
     make = functools.partial(corrupt, seed=seed, scale=scale, frost=read_frost(frost))
-    work = _Work(source, pictures, pictures, lambda picture: picture, 95, make, device)
+    work = _Work(source, pictures, pictures, read_picture, 95, make, device)
     with hold_target(target, settings):
         _corrupt_pictures(work, [(name, severity, target)], progress)
     return target
@@ -169,7 +173,8 @@ def corrupt_imagenet(
         The target.
 
     Raises:
-        FileError: A picture cannot be read, an output cannot be written, or the target was made with other settings.
+        FileError: A picture cannot be read, an output cannot be written, or the target was made with other settings
+            or pictures.
         ValueError: An argument is invalid.
     """
     for name, severity in itertools.product(names, severities):
@@ -181,9 +186,10 @@ def corrupt_imagenet(
         double = next(path for path in outputs if outputs.count(path) > 1)
         raise FileError(source, f"holds two pictures that would both become {double}")
     settings = {"layout": "imagenet-c", "seed": seed, "frost": frost_setting(frost)}
+    settings["pictures"] = _hash_pictures(source, pictures)
     jobs = [(name, severity, target / name / str(severity)) for name, severity in itertools.product(names, severities)]
     make = functools.partial(corrupt, seed=seed, scale="imagenet", frost=read_frost(frost))
-    work = _Work(source, pictures, outputs, cut_middle, 85, make, device)
+    work = _Work(source, pictures, outputs, read_middle, 85, make, device)
     with hold_target(target, settings):
         _corrupt_pictures(work, jobs, progress)
     return target
@@ -197,7 +203,7 @@ class _Work:
         source: The folder of the pictures.
         pictures: Their paths, relative to it.
         outputs: The paths of the results, relative to the folder of a corruption.
-        prepare: Applied to a picture before it is corrupted.
+        open: Opens a picture, ready to be corrupted.
         quality: JPEG quality of the results.
         make: `corrupt` with its settings.
         device: Device to compute on.
@@ -206,14 +212,14 @@ class _Work:
     source: Path
     pictures: list[Path]
     outputs: list[Path]
-    prepare: Callable[[Image.Image], Image.Image]
+    open: Callable[[Path], Image.Image]
     quality: int
     make: Callable[..., Tensor]
     device: torch.device | str
 
     def read(self, number: int) -> Tensor:
-        """Read and prepare a picture, uint8 `(C, H, W)`."""
-        return picture_tensor(self.prepare(read_picture(self.source / self.pictures[number])))
+        """Read a picture, uint8 `(C, H, W)`."""
+        return picture_tensor(self.open(self.source / self.pictures[number]))
 
     def corrupt(self, numbers: list[int], images: list[Tensor], name: str, severity: int) -> Tensor:
         """Corrupt pictures of one shape, uint8 `(n, C, H, W)`."""
@@ -263,6 +269,19 @@ def _corrupt_pictures(work: _Work, jobs: list[tuple[str, int, Path]], progress: 
                     done += len(group)
                     if progress is not None:
                         progress(done, total, f"{name} {severity} {work.outputs[group[-1]].as_posix()}")
+
+
+def _hash_pictures(source: Path, pictures: list[Path]) -> str:
+    """Return a SHA-256 of the paths, sizes and first bytes of pictures."""
+    digest = hashlib.sha256()
+    for path in pictures:
+        try:
+            with open(source / path, "rb") as file:
+                size, head = os.fstat(file.fileno()).st_size, file.read(_HEAD)
+        except OSError as error:
+            raise FileError(source / path, f"cannot be read ({error_text(error)})") from None
+        digest.update(f"{path.as_posix()}\0{size}\0".encode(errors="backslashreplace") + head)
+    return digest.hexdigest()
 
 
 def _group_by_shape(images: dict[int, Tensor]) -> list[list[int]]:

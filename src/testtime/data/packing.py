@@ -120,20 +120,22 @@ def pack(
         raise ValueError(f"`block` must be at least 1, got {block}.")
     check_on_bad(on_bad)
     folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(folder, f"cannot be created ({error_text(error)})") from None
-    with _alone(folder, lambda: _report(folder, block, len(source), progress)):
-        if find_packed(source, folder) is None:
-            if (folder / "index.json").exists():
-                log.info("packing %s again", folder)
-            header = {"format": _FORMAT, "fingerprint": source.fingerprint(), "block": block}
-            try:
-                _write(source, folder, header, progress, on_bad)
-            except OSError as error:
-                raise DataError(folder, f"cannot be written ({error_text(error)})") from None
-    packed = open_packed(folder)
+    packed = find_packed(source, folder)  # before locking, which writes: a finished set may be in a read-only folder
+    if packed is None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(folder, f"cannot be created ({error_text(error)})") from None
+        with _alone(folder, lambda: _report(folder, block, len(source), progress)):
+            if find_packed(source, folder) is None:
+                if (folder / "index.json").exists():
+                    log.info("packing %s again", folder)
+                header = {"format": _FORMAT, "fingerprint": source.fingerprint(), "block": block}
+                try:
+                    _write(source, folder, header, progress, on_bad)
+                except OSError as error:
+                    raise DataError(folder, f"cannot be written ({error_text(error)})") from None
+        packed = open_packed(folder)
     if packed.unreadable and (on_bad == "fail" or not len(packed)):
         raise DataError(
             folder, f"was packed without {len(packed.unreadable)} files that cannot be read; {packed.unreadable[0]}"
@@ -336,6 +338,9 @@ def _alone(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
             except BlockingIOError:
                 waiting()
                 time.sleep(0.2)
+            except OSError as error:  # some network file systems have no locks
+                log.info("%s cannot be locked (%s)", folder, error)
+                break
         yield
 
 
