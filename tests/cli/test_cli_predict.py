@@ -18,6 +18,7 @@ from testtime.data import DataError
 from testtime.evaluation.predict_files import (
     Answer,
     default_network,
+    find_pictures,
     format_answer,
     format_points,
     hash_content,
@@ -139,6 +140,14 @@ def test_a_picture_that_cannot_be_read_costs_the_others_nothing(
     assert [str(one) for one in faults] == [fault]
     with pytest.raises(DataError, match=r"bad\.png"):
         list(predict(adapter, net.card, files, together))
+
+
+def test_hidden_files_and_folders_that_end_like_pictures_are_skipped(tmp_path: Path) -> None:
+    for name in ("._a.png", "b.JPG", "a.png", "c.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "d.png").mkdir()
+    assert find_pictures([tmp_path]) == [tmp_path / "a.png", tmp_path / "b.JPG"]
+    assert find_pictures([tmp_path / "._a.png"]) == [tmp_path / "._a.png"]  # named
 
 
 def test_a_picture_is_cropped_to_its_central_square_and_converted_to_gray(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 import testtime as tt
 from serving import TOKEN, as_picture, image, make_online, open_client
 from testtime import cli
-from testtime.serve.client import find_files
+from testtime.serve.client import encode_images, find_files
 
 
 @pytest.fixture
@@ -106,29 +109,101 @@ def test_files_and_folders_are_found_in_order(tmp_path: Path) -> None:
             find_files([path])
 
 
-def test_a_500_of_a_proxy_is_asked_again_and_one_of_the_service_is_not(no_waiting: None) -> None:
-    answers = [(500, b"Internal Server Error"), (200, b'{"streams": []}'), (500, b'{"error": "It failed."}')]
+def test_hidden_files_and_folders_that_end_like_pictures_are_skipped(tmp_path: Path) -> None:
+    for name in ("._a.png", "a.png", ".b.webp"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "c.png").mkdir()
+    assert find_files([tmp_path]) == [tmp_path / "a.png"]
+    assert find_files([tmp_path / "._a.png"]) == [tmp_path / "._a.png"]  # named
 
-    class Proxy(BaseHTTPRequestHandler):
+
+def test_a_file_that_is_no_picture_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"text")
+    for name, said in (("a.png", "not a PNG"), ("b.png", "no such file")):
+        with pytest.raises(tt.FileError, match=said) as caught:
+            encode_images([tmp_path / name])
+        assert caught.value.path == str(tmp_path / name)
+
+
+def test_pictures_that_cannot_be_used_are_named_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bodies = {
+        "0.png": as_picture()[:200],  # unreadable to the service
+        "1.png": as_picture(),
+        "2.png": b"text",
+        "3.png": b"\x89PNG" + bytes(10_000),  # above its limit
+        "4.png": b"",
+        "5.png": as_picture(size=(17, 17)),
+    }
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for name, content in bodies.items():
+        (pictures / name).write_bytes(content)
+    with open_client(tmp_path / "state", max_upload=5000) as (http, service):
+        for given in ([pictures], sorted(pictures.iterdir())):
+            http.delete("/v1/streams/a")
+            capsys.readouterr()
+            assert cli.run(["send", str(http.base_url), *map(str, given), "--stream", "a", "--json"]) == 1
+            out, err = capsys.readouterr()
+            answers = [json.loads(line) for line in out.splitlines()]
+            assert [(Path(one["image"]).name, one["sequence"]) for one in answers] == [("1.png", 1), ("5.png", 2)]
+            faults = [line for line in err.splitlines() if line.startswith("error: ")]
+            assert [fault.split(": ")[1] for fault in faults] == [str(pictures / f"{n}.png") for n in (0, 2, 3, 4)]
+            assert service.engine.residents.records["a"].seen == 2
+
+
+@contextlib.contextmanager
+def answer(reply: Callable[[str], tuple[int, bytes]]) -> Iterator[str]:
+    """The address of a server that answers a method with a status and a body."""
+
+    class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, content = answers.pop(0)
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, content = reply(self.command)
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
 
+        do_POST = do_GET
+
         def log_message(self, *given: Any) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Proxy) as server:
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        client = tt.Client(f"http://127.0.0.1:{server.server_address[1]}")
         try:
-            assert client.list_streams() == []
-            with pytest.raises(tt.ServiceError, match="It failed"):
-                client.list_streams()
+            yield f"http://127.0.0.1:{server.server_address[1]}"
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize("statuses", [{"GET": 400}, {"GET": 422}, {"GET": 404, "POST": 409}, {"GET": 404, "POST": 422}])
+def test_a_refused_stream_ends_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], statuses: dict[str, int]
+) -> None:
+    asked: list[str] = []
+    for name in "ab":
+        (tmp_path / f"{name}.png").write_bytes(as_picture())
+
+    def refuse(method: str) -> tuple[int, bytes]:
+        asked.append(method)
+        return statuses[method], b'{"error": "No."}'
+
+    with answer(refuse) as url:
+        assert cli.run(["send", url, str(tmp_path), "--stream", "a"]) == 1
+    assert asked == list(statuses)
+    assert capsys.readouterr().err.splitlines()[-1] == "error: No."
+
+
+def test_a_500_of_a_proxy_is_asked_again_and_one_of_the_service_is_not(no_waiting: None) -> None:
+    answers = [(500, b"Internal Server Error"), (200, b'{"streams": []}'), (500, b'{"error": "It failed."}')]
+    with answer(lambda method: answers.pop(0)) as url:
+        client = tt.Client(url)
+        assert client.list_streams() == []
+        with pytest.raises(tt.ServiceError, match="It failed"):
+            client.list_streams()
     assert not answers

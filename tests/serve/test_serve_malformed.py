@@ -66,6 +66,14 @@ def archive() -> bytes:
 SHAPES = [(), (0,), (16,), (16, 16), (1, 16, 16), (3, 16, 15), (3, 0, 16), (16, 16, 3), (0, 3, 16, 16), (2, 1, 16, 16)]
 SHAPES += [(1, 1, 3, 16, 16), (300, 3, 16, 16)]
 KINDS: list[Any] = ["int64", "int8", "bool", "complex64", ">f4", "uint16", "U4", "M8[s]"]
+CLAIMS = {  # shapes that agree with the length of the content
+    "unknown": ("(-1, -1, 16, 16)", 1024),
+    "negative": ("(-1, -3, 16, 16)", 3072),
+    "endless": (f"(0, {10**21})", 0),
+    "empty": ("(0, 9999999, 9999999, 9999999)", 0),
+    "deep": (f"({'1, ' * 100})", 4),
+    "boolean": ("(True, 1, 16, 16)", 1024),
+}
 BODIES: dict[str, tuple[str, bytes]] = {
     **{f"shape {shape}": (NPY, save(np.zeros(shape, "float32"))) for shape in SHAPES},
     **{f"dtype {kind}": (NPY, save(np.zeros((3, 16, 16), kind))) for kind in KINDS},
@@ -81,6 +89,10 @@ BODIES: dict[str, tuple[str, bytes]] = {
     "terabytes": (NPY, header("{'descr': '<f4', 'fortran_order': False, 'shape': (999999999, 3, 16, 16), }")),
     "overflow": (NPY, header("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 300 + ",), }")),
     "negative": (NPY, header("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 3, 16, 16), }")),
+    **{
+        f"{name} shape": (NPY, header(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}", bytes(count)))
+        for name, (shape, count) in CLAIMS.items()
+    },
     "code": (NPY, header("__import__('os').getcwd()")),
     "nested": (NPY, header("(" * 400)),
     "long header": (NPY, header(" " * 5000)),

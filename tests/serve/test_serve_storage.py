@@ -5,18 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_serve_engine import ask, expect, found
+from test_serve_engine import ask, expect, found, run
 
 from serving import METHOD, image, make_service, open_client, open_engine, send
 from testtime import Method
 from testtime.serve import folder as folders
 from testtime.serve.folder import StateFolder
 from testtime.serve.record import StreamRecord
+from testtime.serve.refusal import Refusal
 from testtime.storage import FileError, FolderError
 
 IDENTITY = {"network": "a", "settings": "b"}
@@ -41,6 +43,25 @@ def test_states_and_versions_come_back(tmp_path: Path) -> None:
             call()
     folder.delete("a")
     assert list(folder.list_streams()) == []
+
+
+def test_a_file_that_vanishes_meanwhile_does_not_end_a_deletion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, unlink, calls = StateFolder(tmp_path, IDENTITY, versions=2), os.unlink, []
+    for version in range(2):
+        fill(folder, "a", version, store=True)
+
+    def unlink_twice(path: Any, **given: Any) -> None:
+        unlink(path, **given)
+        calls.append(path)
+        if len(calls) == 1:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    monkeypatch.setattr(os, "unlink", unlink_twice)
+    folder.delete("a")
+    assert len(calls) == 3
+    assert not list((tmp_path / "streams").iterdir())
 
 
 def test_names_that_file_systems_confuse_are_told_apart(tmp_path: Path) -> None:
@@ -117,6 +138,85 @@ def test_a_full_disk_loses_nothing_and_is_reported(tmp_path: Path, monkeypatch: 
     with open_engine(tmp_path) as (_, batcher):
         for stream in "ab":
             assert found(ask(batcher, stream, 3)) == expect(range(4))[3:]
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """While it is set, files of streams can be neither written nor removed."""
+    write, unlink, is_set = folders.write_tensors, os.unlink, threading.Event()
+
+    def check(path: Any) -> None:
+        if is_set.is_set() and str(path).endswith(".safetensors"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(folders, "write_tensors", lambda path, *given: (check(path), write(path, *given)))
+    monkeypatch.setattr(os, "unlink", lambda path, **given: (check(path), unlink(path, **given)))
+    yield is_set
+    is_set.clear()
+
+
+def test_a_stream_that_cannot_be_deleted_is_refused_and_goes_on(tmp_path: Path, read_only: threading.Event) -> None:
+    with open_client(tmp_path, slots=1, checkpoint_every=0) as (client, _):
+        for stream in "ba":
+            send(client, stream, image(0))
+        read_only.set()
+        for stream in "ab":  # a is evicted, and its state in memory only
+            send(client, stream, image(1))
+        for _ in range(2):
+            refused = client.delete("/v1/streams/a")
+            assert (refused.status_code, refused.headers.get("retry-after")) == (503, "10")
+            assert os.strerror(errno.EROFS) in refused.json()["error"]
+            assert str(tmp_path) not in refused.text
+        assert found(send(client, "a", image(2)).json()) == expect(range(3))[2:]
+        read_only.clear()
+        for stream in "ab":
+            assert client.delete(f"/v1/streams/{stream}").json()["deleted"]
+        assert not list((tmp_path / "streams").iterdir())
+        assert client.get("/v1/streams/a").status_code == 404
+
+
+def test_an_expired_stream_that_cannot_be_deleted_is_tried_again(
+    tmp_path: Path, read_only: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    delete, tried = StateFolder.delete, threading.Semaphore(0)
+
+    def note(*given: Any) -> None:
+        try:
+            delete(*given)
+        finally:
+            tried.release()
+
+    monkeypatch.setattr(StateFolder, "delete", note)
+    with open_engine(tmp_path, checkpoint_every=0, ttl=0.2) as (engine, batcher):
+        ask(batcher, "a", 0)
+        read_only.set()
+        for _ in range(3):
+            assert tried.acquire(timeout=60)
+        assert batcher.is_alive
+        assert list(engine.residents.records) == ["a"]
+        assert [record.name for record in caplog.records].count("testtime.serve.batcher") == 1
+        read_only.clear()
+        for _ in range(300):
+            if not engine.residents.records:
+                break
+            threading.Event().wait(0.02)
+        assert not engine.residents.records
+        assert not list((tmp_path / "streams").iterdir())
+
+
+def test_a_disk_that_times_out_is_no_lost_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> None:
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    with open_engine(tmp_path) as (engine, batcher):
+        ask(batcher, "a", 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(StateFolder, "delete", fail)
+            with pytest.raises(Refusal) as caught:
+                run(batcher, "a", lambda engine: (engine.residents.delete("a", "deleted"), None))
+        assert caught.value.status == 503
+        assert "moved" not in caught.value.details
+        assert "a" in engine.residents.records
 
 
 def test_what_is_written_is_what_was_acknowledged(tmp_path: Path) -> None:

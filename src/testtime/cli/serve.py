@@ -264,6 +264,7 @@ def send(url: Url, images: Images, stream: StreamName, token_file: TokenFile = N
     """Send images to a service as one stream, in order, and print its answers.
 
     A request that fails is repeated; the service learns from every image once.
+    Unusable image files are reported and left out; the exit code is then 1.
 
     Examples:
       testtime send http://127.0.0.1:8000 holiday/ --stream camera-7
@@ -271,15 +272,23 @@ def send(url: Url, images: Images, stream: StreamName, token_file: TokenFile = N
     """
     import json
 
-    from testtime.serve.client import Client, find_files
+    from testtime.serve.client import Client, PictureError, find_files
+    from testtime.storage import FileError
 
     token = _read_token(token_file)
     with as_bad_arguments():
         target = Client(url, token).stream(stream)
-    files = find_files(images)
+    files, faults = find_files(images), 0
     with progress("images") as report:
         for done, file in enumerate(files):
-            answer = target.predict(file)
+            report(done, len(files), "")
+            try:
+                answer = target.predict(file)
+            except (FileError, PictureError) as error:
+                fault = error if isinstance(error, FileError) else FileError(file, str(error))
+                echo(f"error: {fault}", err=True)
+                faults += 1
+                continue
             first = answer.answers[0]
             if as_json:
                 typer.echo(json.dumps({"image": str(file), **answer.raw}))
@@ -287,4 +296,6 @@ def send(url: Url, images: Images, stream: StreamName, token_file: TokenFile = N
                 notes = "" if first.adapted else "  (rolled back)" if first.rolled_back else "  (not adapted)"
                 before = f"{first.before.name} {first.before.probability:.1%}"
                 echo(f"{file}  {before} → {first.name} {first.probability:.1%}{notes}")
-            report(done + 1, len(files), "")
+        report(len(files), len(files), "")
+    if faults:
+        raise typer.Exit(1)

@@ -76,7 +76,7 @@ def default_network() -> str:
 
 
 def find_pictures(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the given files, and the images directly inside the given folders, sorted by name in each.
+    """Return the given files, and the images directly inside given folders, sorted by name, except hidden ones.
 
     Raises:
         DataError: A path does not exist, or a folder contains no images.
@@ -85,7 +85,11 @@ def find_pictures(paths: Sequence[str | Path]) -> list[Path]:
     for path in map(Path, paths):
         if path.is_dir():
             try:
-                inside = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
+                inside = sorted(
+                    file
+                    for file in path.iterdir()
+                    if file.suffix.lower() in SUFFIXES and not file.name.startswith(".") and file.is_file()
+                )
             except OSError as error:
                 raise DataError(path, f"cannot be read ({error_text(error)})") from None
             if not inside:

@@ -38,6 +38,7 @@ class Batcher:
         self._waiting = Waiting(settings.max_queue)
         self._replies = Replies(self._waiting, engine.residents.leases)
         self._pipeline = Pipeline(engine, self._waiting, self._replies)
+        self._undeleted: set[str] = set()  # expired streams that could not be deleted
         self._thread = threading.Thread(target=self._run, name="testtime-batcher", daemon=True)
         self._thread.start()
 
@@ -163,8 +164,9 @@ class Batcher:
                 reject(job.answer, error)
 
     def _expire(self, ttl: float) -> None:
-        """Delete streams that were not used for `ttl` seconds."""
+        """Delete streams that were not used for `ttl` seconds; what fails is tried again next time."""
         residents, now = self._engine.residents, time.time()
+        failed: set[str] = set()
         for record in list(residents.records.values()):
             if not self._waiting.is_busy(record.id) and not record.pinned and now - record.last_seen > ttl:
                 try:
@@ -172,3 +174,8 @@ class Batcher:
                     self._metrics.count("testtime_expired_total")
                 except LeaseLost:
                     residents.forget(record.id)
+                except Refusal as refusal:
+                    failed.add(record.id)
+                    if record.id not in self._undeleted:
+                        log.error("the stream %s has expired: %s", record.id, refusal)
+        self._undeleted = failed

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from testtime.storage import FileError, check_file, printable
+from testtime.storage import FileError, check_file, error_text, printable
 
 SUFFIXES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 _AGAIN = (429, 502, 503, 504)
+_UNUSABLE = (400, 413, 415)  # bodies that are unreadable, too large or of another type
 _UNSAVED = 256  # requests held to be sent again
 _ARRAY = "application/x-npy"
 
@@ -53,6 +54,10 @@ class ServiceError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.expected, self.retry_after, self.again = status, expected, retry_after, again
+
+
+class PictureError(ServiceError):
+    """A request that the service refused for its images: unreadable, too large or of another type."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +216,8 @@ class Client:
         # A 500 without the service's own words is from a proxy that has lost the service, or a replica of it.
         again = response.status in _AGAIN or (response.status == 500 and not about)
         seconds = float(wait) if wait.isdecimal() else 0.0
-        raise ServiceError(message, response.status, about.get("expected"), seconds, again)
+        kind = PictureError if body is not None and response.status in _UNUSABLE else ServiceError
+        raise kind(message, response.status, about.get("expected"), seconds, again)
 
 
 class ClientStream:
@@ -236,7 +242,9 @@ class ClientStream:
                 in [0, 1], of the network's size.
 
         Raises:
-            ServiceError: The service refused the request or cannot be reached.
+            FileError: A file cannot be read or is not a picture.
+            ServiceError: The service refused the request or cannot be reached; a `PictureError` if it is because of
+                the images.
         """
         if self._next is None:
             self._next = self._find_next()
@@ -304,7 +312,7 @@ class ClientStream:
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the given files, and the pictures directly inside the given folders, sorted by name in each.
+    """Return the given files, and the pictures directly inside given folders, sorted by name, except hidden ones.
 
     Raises:
         FileError: A path does not exist, or a folder has no pictures.
@@ -312,13 +320,18 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
+            inside = sorted(
+                file
+                for file in path.iterdir()
+                if file.suffix.lower() in SUFFIXES and not file.name.startswith(".") and file.is_file()
+            )
             if not inside:
                 raise FileError(path, "contains no PNG, JPEG or WebP files")
             found += inside
-        else:
-            check_file(path)
+        elif path.exists():
             found.append(path)
+        else:
+            raise FileError(path, "no such file")
     return found
 
 
@@ -327,6 +340,7 @@ def encode_images(images: Sequence[Any]) -> tuple[str, bytes]:
 
     Raises:
         ValueError: There are no images, or one is of an unknown kind.
+        FileError: A file cannot be read or is not a picture.
     """
     if not images:
         raise ValueError("`images` must be at least one.")
@@ -346,7 +360,10 @@ def encode_images(images: Sequence[Any]) -> tuple[str, bytes]:
 def _encode(image: Any) -> tuple[str, bytes]:
     if isinstance(image, str | Path):
         check_file(image)
-        content = Path(image).read_bytes()
+        try:
+            content = Path(image).read_bytes()
+        except OSError as error:
+            raise FileError(image, f"cannot be read ({error_text(error)})") from None
     elif isinstance(image, bytes | bytearray):
         content = bytes(image)
     else:
@@ -358,6 +375,8 @@ def _encode(image: Any) -> tuple[str, bytes]:
     for magic, kind in ((b"\x89PNG", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"RIFF", "image/webp")):
         if content.startswith(magic):
             return kind, content
+    if isinstance(image, str | Path):
+        raise FileError(image, "not a PNG, JPEG or WebP picture")
     raise ValueError("`images` must be PNG, JPEG or WebP pictures, or arrays.")
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from testtime.checks import is_integer
 from testtime.serve.refusal import Refusal
 
 PICTURES: Final = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
@@ -94,7 +95,7 @@ class Decoder:
     def _decode_array(self, content: bytes) -> list[Tensor]:
         array = _parse_array(content)
         images = array[None] if array.ndim == 3 else array
-        if images.ndim != 4 or images.shape[1:] != self.shape or not 1 <= len(images) <= _IMAGES:
+        if images.shape[1:] != self.shape or len(images) > _IMAGES:
             wanted = "×".join(map(str, self.shape))
             raise Refusal(422, f"The array must be an image {wanted}, or up to {_IMAGES} of them.")
         values = images.astype(np.float32)
@@ -131,6 +132,8 @@ def _parse_array(content: bytes) -> np.ndarray:
         raise Refusal(400, "The body is not an array as numpy.save writes it.") from None
     if dtype not in (np.uint8, np.float16, np.float32, np.float64):
         raise Refusal(422, "The array must be uint8, or floats in [0, 1].")
+    if len(shape) not in (3, 4) or not all(is_integer(length, 1) for length in shape):
+        raise Refusal(400, "The array must have 3 or 4 dimensions, each at least 1.")
     if math.prod(shape) * dtype.itemsize != len(content) - stream.tell():
         raise Refusal(400, "The array has another size than its header says.")
     array = np.frombuffer(content, dtype, offset=stream.tell())

@@ -121,9 +121,17 @@ class StateFolder:
             self._files(stream).find_version(version).unlink(missing_ok=True)
 
     def delete(self, stream: str, fence: int = 0) -> None:
-        """Remove everything of a stream; `fence` as in `write`."""
+        """Remove everything of a stream; `fence` as in `write`.
+
+        Raises:
+            LeaseLost: The stream has another owner now.
+            OSError: Something cannot be removed.
+        """
+        path = self._files(stream).path
         with self._guard(stream, fence):
-            shutil.rmtree(self._files(stream).path, ignore_errors=True)
+            while path.exists():  # `rmtree` stops at a file that another process has removed meanwhile
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(path)
 
     def count(self) -> int:
         """Return the number of streams of all processes that share the folder, stored or not yet."""

@@ -24,6 +24,7 @@ from testtime.serve.refusal import Refusal
 from testtime.serve.settings import ServeSettings
 from testtime.serve.slots import Slots
 from testtime.serve.writer import Entry, Writer
+from testtime.storage import error_text
 
 log = logging.getLogger(__name__)
 
@@ -156,12 +157,20 @@ class Residents:
             self.leases.held.pop(stream, None)
 
     def delete(self, stream: str, reason: str) -> None:
-        """Delete a stream, resident or stored."""
-        fence = self._find_fence(stream)
+        """Delete a stream, resident or stored.
+
+        Raises:
+            Refusal: Its files cannot be removed; the stream goes on.
+        """
+        fence, unwritten = self._find_fence(stream), self.writer.find(stream)
         try:
             self.writer.delete(stream, fence)
-        except TimeoutError:  # another process holds its lock
-            raise LeaseLost from None
+        except OSError as error:
+            if self.leases is not None and isinstance(error, TimeoutError):  # another process holds its lock
+                raise LeaseLost from None
+            if unwritten is not None:  # `Writer.delete` has dropped it
+                self.writer.put(unwritten)
+            raise Refusal(503, f"The stream cannot be deleted ({error_text(error)}).", retry_after=10) from None
         self.forget(stream)
         if self.leases is not None:
             self.leases.release(stream, fence)
