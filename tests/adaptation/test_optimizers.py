@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -103,6 +104,18 @@ def test_a_state_continues_on_the_other_kind_of_device(name: str, saved: bool, f
     memory = second.optimizer.state()
     assert not any("bias" in key for key in memory) or not fixed
     assert all(torch.equal(memory[key], tensor) for key, tensor in first.optimizer.state().items() if key in memory)
+
+
+def test_a_snapshot_of_an_optimizer_that_mixes_rows_can_be_restored_again() -> None:
+    problem, rows = Problem(torch.optim.NAdam), torch.ones(2, dtype=torch.bool)
+    problem.step()
+    before, snapshot = copy.deepcopy(problem.optimizer.state()), problem.optimizer.snapshot()
+    for _ in range(2):
+        problem.step()
+        problem.optimizer.restore(snapshot, rows)
+    found = problem.optimizer.state()
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in before.items())
 
 
 def test_gradients_are_not_stored_between_steps() -> None:

@@ -28,7 +28,7 @@ from testtime import augment as augmentations
 from testtime import kernels, tasks
 from testtime.adaptation.batching import choose_fastest, find_most, run_fitting
 from testtime.adaptation.guard import gate
-from testtime.adaptation.inputs import check_images, check_samples, send
+from testtime.adaptation.inputs import check_images, check_samples, check_size, send
 from testtime.adaptation.learner import Learner
 from testtime.adaptation.methods import ALIASES, METHODS, Method, Mode, find_method
 from testtime.adaptation.objectives import Entropy
@@ -124,6 +124,8 @@ class Adapter(Stateful):
             self._warned = True
             warn_about_batch(self.method.name)
         with self._lock, torch.inference_mode(False), torch.no_grad():
+            if self.holds_images and self._learned is not None:
+                check_size(images, self._learned.shape)
             numbers = self._number(images) if samples is None else samples
             with arithmetic(self.settings.precision or "fp32", self.device), self._all_or_nothing():
                 # Copies, since autograd cannot save tensors made in inference mode; contiguous, since the memory format
@@ -295,6 +297,8 @@ class Episodic(Adapter):
         return prediction
 
     def _learner(self, count: int, shape: tuple[int, ...]) -> Learner:
+        if self.holds_images and any(learner.shape != shape for learner in self._learners.values()):
+            self._learners.clear()  # their memories are of another shape
         if count not in self._learners:
             while len(self._learners) > 1:  # cache the full size and one remainder
                 self._learners.pop(min(self._learners))
@@ -348,7 +352,7 @@ class Online(Adapter):
             self._spare = learned if isinstance(learned, Learner) and learned.recordings else None
 
     def network(self) -> YNet:
-        """Return a copy of the adapted network, independent of the stream."""
+        """Return an independent copy of the network that learns; some methods answer with a teacher or prototypes."""
         with self._lock, torch.inference_mode(False):
             learned = self._learned
             return copy_network(self._networks[0], learned.replicas.read(0) if isinstance(learned, Learner) else {})

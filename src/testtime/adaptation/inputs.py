@@ -31,6 +31,17 @@ def check_images(net: YNet, images: Tensor) -> None:
     net.check_range("images", images)
 
 
+def check_size(images: Tensor, shape: tuple[int, ...]) -> None:
+    """Check images of a stream that stores images of shape (C, H, W).
+
+    Raises:
+        ValueError: They have another shape.
+    """
+    if len(images) and images.shape[1:] != shape:
+        stored = ", ".join(map(str, shape))
+        raise ValueError(f"`images` must be (N, {stored}), as those that the stream stores, got {tuple(images.shape)}.")
+
+
 def check_samples(samples: Tensor, count: int) -> None:
     """Check the sample numbers of `count` images.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -34,10 +34,11 @@ from testtime.adaptation.objectives import (
     Teacher,
 )
 from testtime.adaptation.settings import Settings
-from testtime.checks import format_value, is_number
+from testtime.checks import format_value, is_integer, is_number
 
 Mode = Literal["fixed", "episodic", "online"]
 Need = Literal["branch", "batch", "statistics", "batchnorm"]
+_SIZES = ("capacity", "supports")  # constants that cannot be 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Method:
 
         Raises:
             TypeError: There is no setting of that name; the message names the closest.
+            ValueError: A setting is invalid, or the objective has no such constant.
         """
         known = [one.name for one in fields(Settings)]
         for name in given:
@@ -94,10 +96,20 @@ class Method:
                 raise TypeError(f"`{name}` is not a setting of an adapter; {hint}")
         own = {"steps": 1, **self.settings, **(self.episodic if mode == "episodic" else {})}
         settings = Settings(**{**own, **given})
-        for name in settings.constants:
-            if not is_number(getattr(self.objective, name, None)):
-                raise ValueError(f"`constants`: the method {self.name!r} has no {format_value(name)}.")
-        return settings
+        constants = {name: self._read_constant(name, value) for name, value in settings.constants.items()}
+        return replace(settings, constants=constants)
+
+    def _read_constant(self, name: str, value: float) -> float:
+        """Return a constant of the objective: an integer, where its own is one."""
+        default = getattr(self.objective, name, None)
+        if not is_number(default):
+            raise ValueError(f"`constants`: the method {self.name!r} has no {format_value(name)}.")
+        if not isinstance(default, int):
+            return value
+        low = min(default, int(name in _SIZES))
+        if value != int(value) or not is_integer(int(value), low):
+            raise ValueError(f"`constants`: `{name}` must be an integer of at least {low}, got {format_value(value)}.")
+        return int(value)
 
 
 _SUN = "Sun et al., Test-Time Training with Self-Supervision, ICML 2020"

@@ -135,7 +135,8 @@ class StackedOptimizer:
         """Restore the state of the replicas where `rows`, bool `(S,)`, is true, from a snapshot."""
         if not self.rowwise:
             if rows.all():
-                self._optimizer.load_state_dict(snapshot)
+                # A copy, since the optimizer continues in the tensors that it is given.
+                self._optimizer.load_state_dict(copy.deepcopy(snapshot))
             return
         own = self._memory()
         for entry, old in snapshot.items():

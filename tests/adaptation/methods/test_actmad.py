@@ -61,6 +61,17 @@ def test_actmad(norm: str) -> None:
         assert found.loss_after.mean() < found.loss_before.mean()
 
 
+def test_images_above_the_threshold_do_not_count_in_the_moments() -> None:
+    net, images = collect(network(), pictures(20, seed=9)), make_batches(1, 8)[0]
+    confidence = Online(net, method="actmad", steps=0).predict(images).confidence
+    threshold = float(confidence.sort().values[4:6].mean())
+    wanted = confidence < threshold
+    found = Online(net, method="actmad", threshold=threshold, **SGD).predict(images)
+    assert torch.equal(found.adapted, wanted)
+    expected, _ = next(actmad(net, [images[wanted]]))
+    torch.testing.assert_close(found.logits[wanted], expected, **CLOSE)
+
+
 @pytest.mark.filterwarnings("ignore:The method 'actmad' needs several images")
 @pytest.mark.parametrize("norm", ["group", "resnet"])
 def test_actmad_in_streams_of_single_images(norm: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from adapters import COUNT, network, pictures
+from adapters import COUNT, NAN, network, pictures
 from loops import CLOSE, LR, entropy, list_norms, make_batches, plain_network, sharpen, use_batch_statistics
 from testtime import CropFlip, Online, Streams, YNet
 from testtime.randomness import Draws
@@ -81,6 +81,27 @@ def test_roid_in_streams_of_single_images() -> None:
     for call in calls:
         expected = torch.cat([next(one)[0] for one in alone])
         torch.testing.assert_close(streams.predict(call).logits.exp(), expected, **CLOSE)
+
+
+def test_a_bad_image_does_not_count_in_the_answers_of_the_others() -> None:
+    net, images, good = sharpen(network(), 4), make_batches(1)[0], [0, 2, 3, 4, 5]
+    images[1] = NAN
+    found = Online(net, method="roid", **SGD).predict(images)
+    assert found.rolled_back.all()
+    torch.testing.assert_close(found.logits[good].exp(), correct(net(images[good])), **CLOSE)
+
+
+def test_images_above_the_threshold_are_not_learned_from() -> None:
+    net, images = sharpen(network(), 4), make_batches(1, 8)[0]
+    confidence = Online(net, method="roid", steps=0).predict(images).confidence
+    threshold = float(confidence.sort().values[4:6].mean())
+    wanted = confidence < threshold
+    gated, alone = Online(net, method="roid", threshold=threshold, **SGD), Online(net, method="roid", **SGD)
+    assert torch.equal(gated.predict(images).adapted, wanted)
+    alone.predict(images[wanted], torch.arange(8)[wanted])
+    torch.testing.assert_close(gated.network().state_dict(), alone.network().state_dict(), **CLOSE)
+    means = [one.state_dict()["learner/objective/mean"] for one in (gated, alone)]
+    torch.testing.assert_close(*means, **CLOSE)
 
 
 def test_its_moving_mean_is_saved_and_reset() -> None:

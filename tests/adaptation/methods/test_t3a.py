@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from adapters import COUNT, network, pictures
-from loops import CLOSE, entropy, make_batches, plain_network, sharpen
+from loops import CLOSE, SHARP, entropy, make_batches, plain_network, sharpen
 from models import VisionTransformer
 from testtime import Card, Episodic, Online, Streams, YNet, split
 from testtime.adaptation.methods import METHODS
@@ -59,6 +59,17 @@ def test_t3a(norm: str) -> None:
         assert found.adapted.all()
         once = Episodic(net, method="t3a").predict(batch)  # a call is an episode
         torch.testing.assert_close(once.logits, next(t3a(net, [batch])), **CLOSE)
+
+
+@torch.no_grad()
+def test_images_above_the_threshold_are_no_supports() -> None:
+    net, images = sharpen(network()), make_batches(1, 20)[0]
+    confidence = Online(net, method="t3a", steps=0).predict(images).confidence
+    threshold = float(confidence.sort().values[9:11].mean())
+    wanted = confidence < threshold
+    found = Online(net, method="t3a", threshold=threshold).predict(images)
+    assert torch.equal(found.adapted, wanted)
+    torch.testing.assert_close(found.logits[wanted], next(t3a(net, [images[wanted]])), **SHARP)
 
 
 @torch.no_grad()

@@ -39,25 +39,38 @@ class ActivationMatching(Objective):
     def loss(self, images: Tensor, draws: Draws) -> Tensor:
         return self._run(images)[1]
 
+    def total(self, images: Tensor, draws: Draws, weights: Tensor) -> Tensor:
+        return (self._run(images, weights)[1] * weights).sum()
+
     def observe(self, images: Tensor) -> Observation:
         logits, loss = self._run(images)
         if self.settings.mirrored:
             logits = (logits + self.replicas(images.flip(-1)).float()) / 2
         return Observation(logits, loss, logits.softmax(-1).amax(-1))
 
-    def _run(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits `(S, B, K)` and the distance of each batch, repeated for its images, `(S, B)`."""
+    def _run(self, images: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return logits `(S, B, K)` and the distance of each batch, repeated for its images, `(S, B)`.
+
+        Args:
+            images: `(S, B, C, H, W)`.
+            weights: Weight of each image in the moments of its batch, `(S, B)`; None: all the same.
+        """
         found: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
         def see(name: str, layer: nn.Module, x: Tensor, output: Tensor) -> None:
             values = compute_norm(layer, x, output).float().movedim(find_channels(layer), -1)
-            values = values.unflatten(0, (-1, images.shape[1])).flatten(1, -2)  # (replicas that share a call, n, C)
-            found.setdefault(name, []).append(torch.var_mean(values, 1, correction=0))
+            # (replicas that share a call, B, n, C)
+            values = values.unflatten(0, (-1, images.shape[1])).unsqueeze(2).flatten(2, -2)
+            found.setdefault(name, []).append(torch.var_mean(values, 2, correction=0))
 
         with watch(self._layers, see):
             logits = self.replicas(images).float()
         distance = torch.zeros(len(images), dtype=torch.float32, device=logits.device)
+        shares = torch.full_like(logits[..., 0], 1 / images.shape[1]) if weights is None else weights
         for name, calls in found.items():
-            for moments, known in zip(zip(*calls, strict=True), self._moments[name], strict=True):
-                distance = distance + (torch.cat(moments) - known).abs().mean(1) / 2
+            variances, means = (torch.cat(moments) for moments in zip(*calls, strict=True))  # of each image, (S, B, C)
+            mean = (means * shares.unsqueeze(2)).sum(1)
+            variance = ((variances + (means - mean.unsqueeze(1)).square()) * shares.unsqueeze(2)).sum(1)
+            for moment, known in zip((variance, mean), self._moments[name], strict=True):
+                distance = distance + (moment - known).abs().mean(1) / 2
         return logits, distance.unsqueeze(1).expand(images.shape[:2])

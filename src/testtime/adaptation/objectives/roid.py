@@ -37,17 +37,21 @@ class LikelihoodRatio(Objective):
         self._found = mean  # mean probabilities (S, K) of the current batch
 
     def loss(self, images: Tensor, draws: Draws) -> Tensor:
+        return self._compare(self.replicas(images).float(), images, draws)
+
+    def total(self, images: Tensor, draws: Draws, weights: Tensor) -> Tensor:
         logits = self.replicas(images).float()
-        views = self.replicas(self.make_copies(images, draws)).float().unflatten(1, (images.shape[1], -1))
-        weights, self._found = self._weigh(logits.detach()), logits.detach().softmax(-1).mean(1)
-        consistency = _symmetric_cross_entropy(logits.unsqueeze(2), views).mean(2)
-        return weights * (self._measure_ratio(logits) + consistency)
+        losses = self._compare(logits, images, draws)
+        self._found = (logits.detach().softmax(-1) * weights.unsqueeze(-1)).sum(1)
+        return (self._weigh(logits.detach(), weights) * losses * weights).sum()
 
     def observe(self, images: Tensor) -> Observation:
         logits = self.classify(images)
         logs = logits.log_softmax(-1)
-        prior, (count, classes) = logs.exp().mean(1), logits.shape[1:]  # (S, K)
-        smoothing = max(1 / count, 1 / classes) / prior.amax(-1, keepdim=True)
+        valid, classes = ~logs.isnan().any(-1, keepdim=True), logits.shape[-1]  # (S, B, 1)
+        count = valid.sum(1)  # (S, 1)
+        prior = torch.where(valid, logs.exp(), 0).sum(1) / count.clamp(min=1)  # (S, K)
+        smoothing = 1 / (count.clamp(1, classes) * prior.amax(-1, keepdim=True))
         prior = (prior + smoothing) / (1 + smoothing * classes)
         corrected = (logs + prior.log().unsqueeze(1)).log_softmax(-1)
         return Observation(corrected, self._measure_ratio(logits), corrected.exp().amax(-1))
@@ -56,12 +60,17 @@ class LikelihoodRatio(Objective):
         self.state["mean"].lerp_(self._found, 1 - self.momentum)
         self.replicas.packed.numbers.lerp_(self._source, 1 - self.source_momentum)
 
-    def _weigh(self, logits: Tensor) -> Tensor:
-        """Return the weight of each image, `(S, B)`."""
-        distance = 1 - F.cosine_similarity(logits.softmax(-1), self.state["mean"].unsqueeze(1), dim=-1)
-        diversity, certainty = _rescale(distance), _rescale(-measure_entropy(logits))
+    def _compare(self, logits: Tensor, images: Tensor, draws: Draws) -> Tensor:
+        """Return the loss `(S, B)` of images with these logits, not yet weighted by certainty and diversity."""
+        views = self.replicas(self.make_copies(images, draws)).float().unflatten(1, (images.shape[1], -1))
+        return self._measure_ratio(logits) + _symmetric_cross_entropy(logits.unsqueeze(2), views).mean(2)
+
+    def _weigh(self, logits: Tensor, shares: Tensor) -> Tensor:
+        """Return the weight of each image, `(S, B)`, compared with those whose share in the batch is positive."""
+        distance, wanted = 1 - F.cosine_similarity(logits.softmax(-1), self.state["mean"][:, None], dim=-1), shares > 0
+        diversity, certainty = _rescale(distance, wanted), _rescale(-measure_entropy(logits), wanted)
         weights = (diversity * certainty / self.temperature).exp()
-        return torch.where(diversity < diversity.mean(1, keepdim=True), 0, weights)
+        return torch.where(diversity < (diversity * shares).sum(1, keepdim=True), 0, weights)
 
     def _measure_ratio(self, logits: Tensor) -> Tensor:
         """Return minus the expected logarithm of p / (1 - p), `(S, B)`; p is clipped at `most`."""
@@ -69,10 +78,11 @@ class LikelihoodRatio(Objective):
         return -(p * (p / (1 - p) + 1e-5).log()).sum(-1)
 
 
-def _rescale(values: Tensor) -> Tensor:
-    """Shift and scale values `(S, B)` to [0, 1] in each row; to 0 if all are equal."""
-    low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
-    return (values - low) / (high - low).clamp(min=torch.finfo(values.dtype).tiny)
+def _rescale(values: Tensor, wanted: Tensor) -> Tensor:
+    """Shift and scale the wanted values `(S, B)` to [0, 1] in each row, to 0 if all are equal; clip the others."""
+    low = values.masked_fill(~wanted, torch.inf).amin(1, keepdim=True)
+    high = values.masked_fill(~wanted, -torch.inf).amax(1, keepdim=True)
+    return ((values - low) / (high - low).clamp(min=torch.finfo(values.dtype).tiny)).clamp(0, 1)
 
 
 def _symmetric_cross_entropy(one: Tensor, other: Tensor) -> Tensor:

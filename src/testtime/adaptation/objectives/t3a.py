@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from testtime.adaptation.objectives.activations import list_layers, watch
-from testtime.adaptation.objectives.base import Objective, Observation
-from testtime.adaptation.objectives.entropy import measure_entropy
+from testtime.adaptation.objectives.base import Observation
+from testtime.adaptation.objectives.entropy import Entropy, measure_entropy
 from testtime.adaptation.settings import Settings
 from testtime.networks.replicas import Replicas
 from testtime.networks.stacked import Linear
 from testtime.randomness import Draws
 
 
-class Prototypes(Objective):
+class Prototypes(Entropy):
     """Class prototypes in place of the last linear layer, without a gradient (T3A, Iwasawa and Matsuo 2021).
 
     A class has the `supports` inputs of that layer whose predictions had the least entropy, at first only its weights;
@@ -43,12 +43,13 @@ class Prototypes(Objective):
         entropy = torch.full(features.shape[:3], self._empty, dtype=torch.float32, device=device)
         self.state = {"features": features, "entropy": entropy}
         with torch.no_grad():
-            self._add(weight.expand(count, -1, -1), linear(linear.weight).float().expand(count, -1, -1))
+            logits, wanted = linear(linear.weight).float(), torch.ones(count, classes, dtype=torch.bool, device=device)
+            self._add(weight.expand(count, -1, -1), logits.expand(count, -1, -1), wanted)
 
-    def loss(self, images: Tensor, draws: Draws) -> Tensor:
+    def total(self, images: Tensor, draws: Draws, weights: Tensor) -> Tensor:
         features, logits = self.later(self._embed, images).result()  # and what started before it has finished
-        self._add(features, logits)
-        return measure_entropy(logits)
+        self._add(features, logits, weights > 0)
+        return (measure_entropy(logits) * weights).sum()
 
     def descend(self, descend: Callable[..., None], loss: Callable[[], Tensor]) -> None:
         loss()
@@ -59,12 +60,12 @@ class Prototypes(Objective):
         logits = features @ prototypes.transpose(1, 2)
         return Observation(logits, measure_entropy(own), logits.softmax(-1).amax(-1))
 
-    def _add(self, features: Tensor, logits: Tensor) -> None:
-        """Add features `(S, B, D)` to the supports, of which the most certain remain."""
+    def _add(self, features: Tensor, logits: Tensor, wanted: Tensor) -> None:
+        """Add the wanted features `(S, B, D)` to the supports, of which the most certain remain."""
         stored, entropy = self.state["features"], self.state["entropy"]
         classes, most = entropy.shape[1:]
         is_predicted = F.one_hot(logits.argmax(-1), classes).bool().transpose(1, 2)  # (S, K, B)
-        offered = torch.where(is_predicted, measure_entropy(logits).unsqueeze(1), self._empty)
+        offered = torch.where(is_predicted & wanted.unsqueeze(1), measure_entropy(logits).unsqueeze(1), self._empty)
         least, chosen = torch.cat([entropy, offered], 2).topk(most, dim=2, largest=False)
         # Indices into the supports of all classes, followed by the new features.
         first = torch.arange(classes, device=features.device).unsqueeze(1) * most
