@@ -196,7 +196,7 @@ class Streams(Adapter):
         return undo
 
     def network(self, stream: int) -> YNet:
-        """Return a copy of the adapted network of a stream, independent of the stream.
+        """Return an independent copy of the network that a stream learns with, see `Online.network`.
 
         Raises:
             ValueError: There is no such stream.

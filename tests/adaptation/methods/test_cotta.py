@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from adapters import network, pictures
-from loops import CLOSE, LR, use_batch_statistics
+from loops import CLOSE, LR, sharpen, use_batch_statistics
 from testtime import Online, YNet
 from testtime import augment as augmentations
 from testtime.networks.replicas import Replicas
@@ -60,6 +60,18 @@ def test_cotta(norm: str) -> None:
     adapter = Online(net, **SGD)
     for batch, expected in zip(batches, cotta(net, batches, 4), strict=True):
         torch.testing.assert_close(adapter.predict(batch).logits, expected, **CLOSE)
+
+
+def test_images_above_the_threshold_do_not_make_a_batch_sure() -> None:
+    net, images = sharpen(network("group"), 4), pictures(8)
+    confidence = Online(net, steps=0, **SGD).predict(images).confidence
+    images, confidence = images[confidence.argsort()], confidence.sort().values
+    given = SGD | {"constants": {"sure": float(confidence[:4].mean() + confidence.mean()) / 2}}
+    gated, alone = Online(net, threshold=float(confidence[3:5].mean()), **given), Online(net, **given)
+    assert gated.predict(images).adapted.tolist() == 4 * [True] + 4 * [False]
+    alone.predict(images[:4])
+    for name, weight in alone.network().state_dict().items():
+        torch.testing.assert_close(gated.network().state_dict()[name], weight, **CLOSE)
 
 
 def test_cottas_teacher_is_saved_reset_and_put_back() -> None:

@@ -30,9 +30,10 @@ class Teacher(Objective):
         self.state = {"teacher": self.teacher.packed.numbers}
 
     def loss(self, images: Tensor, draws: Draws) -> Tensor:
-        with torch.no_grad():
-            target = self._teach(images, draws)  # (S, B, K)
-        return -(target * self.replicas(images).float().log_softmax(-1)).sum(-1)
+        return self._compare(images, draws, torch.full(images.shape[:2], 1 / images.shape[1], device=images.device))
+
+    def total(self, images: Tensor, draws: Draws, weights: Tensor) -> Tensor:
+        return (self._compare(images, draws, weights) * weights).sum()
 
     def observe(self, images: Tensor) -> Observation:
         logits = self.teacher(images).float()
@@ -45,10 +46,16 @@ class Teacher(Objective):
         chosen = Draws(draws.keys[:, 0]).purpose("restore").uniform(student.shape[1]) < self.restored  # (S, P)
         student.copy_(torch.where(chosen, self.source.packed.numbers, student))
 
-    def _teach(self, images: Tensor, draws: Draws) -> Tensor:
-        """Return the teacher's probabilities `(S, B, K)`."""
+    def _compare(self, images: Tensor, draws: Draws, weights: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self._teach(images, draws, weights)  # (S, B, K)
+        return -(target * self.replicas(images).float().log_softmax(-1)).sum(-1)
+
+    def _teach(self, images: Tensor, draws: Draws, weights: Tensor) -> Tensor:
+        """Return the teacher's probabilities `(S, B, K)`; `weights` `(S, B)` are those of images in the batch."""
         plain = self.teacher(images).float().softmax(-1)
         views = self.make_copies(images, draws)  # (S, B·copies, C, h, w)
         mean = self.teacher(views).float().softmax(-1).unflatten(1, (images.shape[1], -1)).mean(2)
-        unsure = self.source(images).float().softmax(-1).amax(-1).mean(1) < self.sure  # (S,)
+        confidence = self.source(images).float().softmax(-1).amax(-1)  # (S, B)
+        unsure = (confidence * weights).sum(1) < self.sure  # (S,)
         return torch.where(unsure[:, None, None], mean, plain)
