@@ -197,6 +197,11 @@ def as_floats(images: Tensor) -> Tensor:
     return images.float() / 255 if images.dtype == torch.uint8 else images.float()
 
 
+def narrow(images: Tensor) -> Tensor:
+    """Return images in float64, as numpy makes them, as float32; others as they are."""
+    return images.float() if images.dtype == torch.float64 else images
+
+
 def make(specification: Mapping[str, Any]) -> Augment:
     """Build an augmentation from its name and arguments, e.g. `{"name": "crop-flip", "padding": 4}`."""
     kinds = {"crop-flip": CropFlip, "resized-crop-flip": ResizedCropFlip}

@@ -186,6 +186,11 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "\x1b[31m": (1,),
 }  # fmt: skip
 
+EXTREME: tuple[dict[str, Any], ...] = (
+    *({"copies": value} for value in (30_000_000, 10**30, -1, "8")),
+    *({"steps": value} for value in (10**9, 10**30, -1, 1.5)),
+    {"augment": {"name": "resized-crop-flip", "size": 6000}},
+)
 NETWORKS: dict[str, Damage] = {
     **{f"{name} {str(value)[:40]!r}": fields(**{name: value}) for name, values in WRONG.items() for value in values},
     **{
@@ -200,8 +205,10 @@ NETWORKS: dict[str, Damage] = {
     "architecture: another argument": architecture(colour=3),
     "architecture: none": fields(architecture={}),
     "architecture: another": fields(architecture={"name": "resnet18", "classes": 10}),
-    **{f"augment: padding {value!r}": augment(padding=value) for value in ("4", -1, 10**9, [1], None)},
+    **{f"augment: padding {value!r}": augment(padding=value) for value in ("4", -1, 65, 10**9, [1], None)},
     "augment: another argument": augment(colour=3),
+    "augment: a size of 6,000": fields(augment={"name": "resized-crop-flip", "size": 6000}),
+    **{f"settings: {table}": fields(settings={"episodic": table}) for table in EXTREME},
     "record: infinite": about(lambda found: json.dumps(found).replace('"record": {}', '"record": {"loss": 1e999}')),
     **{f"no {name}": without(name) for name in ("classes", "mean", "std")},
     "a tensor missing": tensors(lambda found: {name: found[name] for name in found if name != LAST}),

@@ -460,6 +460,26 @@ def test_a_card_is_checked_when_it_is_made(fields: dict[str, Any]) -> None:
         Card(**fields)
 
 
+@pytest.mark.parametrize("name", ["padding", "size"])
+@pytest.mark.parametrize(("size", "most"), [(16, 64), (None, 4096)])
+def test_views_are_limited_by_the_size_of_the_images(name: str, size: int | None, most: int) -> None:
+    kind = {"padding": "crop-flip", "size": "resized-crop-flip"}[name]
+    for make in (
+        lambda augment: Card(size=size, augment=augment),
+        lambda augment: Card(size=size, settings={"online": {"augment": augment}}),
+    ):
+        make({"name": kind, name: most})
+        with pytest.raises(ValueError, match=f"`{name}`.* {most:,}, got {most + 1}"):
+            make({"name": kind, name: most + 1})
+
+
+@pytest.mark.parametrize(("name", "most"), [("copies", 4096), ("steps", 1000)])
+def test_recommended_copies_and_steps_are_limited(name: str, most: int) -> None:
+    assert Card(settings={"episodic": {name: most}}).settings == {"episodic": {name: most}}
+    with pytest.raises(ValueError, match=f"`{name}`.* {most:,}, got {most + 1}"):
+        Card(settings={"episodic": {name: most + 1}})
+
+
 def test_a_record_that_json_cannot_hold_is_not_saved(tmp_path: Path) -> None:
     net = resnet26(depth=8).describe(record={"loss": float("nan")})
     with pytest.raises(ValueError, match="finite"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,55 @@ def test_a_state_that_does_not_fit_names_the_file_and_the_first_tensors(code: Pa
     torch.save(change(make_model().state_dict()), tmp_path / "weights.pth")
     with pytest.raises(FileError, match=f"weights.pth: .*{said}"):
         open_network(f"{code}:plain,weights={tmp_path / 'weights.pth'}")
+
+
+UNUSABLE: dict[str, Callable[[], Tensor]] = {
+    "expanded": lambda: torch.zeros(1).expand(2 * 10**8, 8),
+    "overlapping": lambda: torch.zeros(10).as_strided((5, 5), (1, 1)),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "meta": lambda: torch.zeros(3, device="meta"),
+    "float8": lambda: torch.zeros(3, dtype=torch.float8_e4m3fn),
+    "complex": lambda: torch.zeros(3, dtype=torch.complex64),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_tensors_of_unusual_kinds_are_named(tmp_path: Path, kind: str) -> None:
+    torch.save({"state_dict": {"0.weight": torch.zeros(2), "4.weight": UNUSABLE[kind]()}}, tmp_path / "weights.pth")
+    with pytest.raises(FileError, match=r"weights.pth: .*'4.weight'") as caught:
+        read_state(tmp_path / "weights.pth")
+    assert len(str(caught.value)) < 300
+
+
+def test_a_float8_tensor_of_safetensors_is_named(tmp_path: Path) -> None:
+    save_file({"4.weight": UNUSABLE["float8"]()}, tmp_path / "weights")
+    with pytest.raises(FileError, match=r"weights: .*'4.weight'"):
+        read_state(tmp_path / "weights")
+
+
+def test_tensors_of_usual_kinds_are_read(tmp_path: Path) -> None:
+    integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    state = {str(dtype): torch.ones(3, dtype=dtype) for dtype in (*integers, *floats)}
+    table = torch.arange(12.0).view(3, 4)
+    state |= {"row": table[1], "transposed": table.T, "parameter": nn.Parameter(table), "empty": torch.zeros(0, 4)}
+    state["positions"] = torch.arange(5).expand((1, -1))
+    torch.save(state, tmp_path / "weights")
+    found = read_state(tmp_path / "weights")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(100_000)}, tmp_path / "whole")
+    with (
+        zipfile.ZipFile(tmp_path / "whole") as whole,
+        zipfile.ZipFile(tmp_path / "small", "w", zipfile.ZIP_DEFLATED) as small,
+    ):
+        for entry in whole.infolist():
+            small.writestr(entry.filename, whole.read(entry))
+    with pytest.raises(FileError, match="small: "):
+        read_state(tmp_path / "small")
 
 
 class Evil:

@@ -139,6 +139,15 @@ def test_the_task_is_measured_on_unseen_images_too() -> None:
             collect(net, images, unseen=others)
 
 
+def test_images_in_double_precision_have_the_statistics_of_those_in_single() -> None:
+    net, images, unseen = make("group"), pictures(6), pictures(9, seed=1)
+    single = statistics(collect(net, images, unseen=unseen))
+    double = statistics(collect(net, images.double(), unseen=unseen.double()))
+    assert double.about == single.about
+    assert same(double.fisher, single.fisher)
+    assert same(double.variances, single.variances)
+
+
 def test_as_many_unseen_images_are_sure_as_are_right() -> None:
     net, unseen = make("group"), (pictures(40, seed=1) * 255).byte()
     probability, predicted = net(unseen).softmax(1).max(1)

@@ -135,6 +135,15 @@ def test_models_that_are_no_classifiers_are_refused(make: Any, model: Callable[[
         make(model())
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@pytest.mark.parametrize("make", [wrap, split])
+def test_torchscript_models_are_refused(make: Any) -> None:
+    scripted, traced = torch.jit.script(sequential()), torch.jit.trace(nn.Flatten(), pictures(2))
+    for model in (scripted, traced, nn.DataParallel(scripted)):
+        with pytest.raises(ValueError, match=r"`model`.* TorchScript"):
+            make(model)
+
+
 def test_a_size_that_the_model_refuses_is_named_with_one_that_it_accepts() -> None:
     for make in (wrap, split):
         with pytest.raises(ValueError, match=r"\(3, 24, 24\).* It accepts 16×16: size=16"):

@@ -349,6 +349,19 @@ def test_a_loader_that_does_not_fit_in_memory_is_read_in_every_epoch(monkeypatch
         fit_branch(small_net(), iter(IMAGES.split(8)))
 
 
+@pytest.mark.parametrize("resident", [1 << 30, 1000])
+def test_images_in_double_precision_train_as_in_single(resident: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "RESIDENT_BYTES", resident)  # a loader that does not fit is read in every epoch
+    single, double = IMAGES.float() / 255, (IMAGES.float() / 255).double()
+    options: dict[str, Any] = {"epochs": 1, "batch": 8, "start": "copy"}
+    wanted = weights(fit_branch(small_net(), single.split(8), hold_out=single, **options))
+    for images in (double.split(8), [part.numpy() for part in double.split(8)]):
+        assert_same(weights(fit_branch(small_net(), images, hold_out=double, **options)), wanted)
+    if resident > 1000:
+        for images in (double, double.numpy()):
+            assert_same(weights(fit_branch(small_net(), images, hold_out=double, **options)), wanted)
+
+
 def test_a_folder_of_pictures(tmp_path: Path) -> None:
     noise = Draws.of(0, torch.arange(12)).integers(256, 10, 14, 3).to(torch.uint8)
     for number, image in enumerate(noise):
@@ -463,10 +476,11 @@ def test_statistics_stay_with_the_weights_they_belong_to() -> None:
         (IMAGES, {"hold_out": 1.5}, "`hold_out` must be a fraction below 1 or a number of images, got 1.5"),
         (IMAGES, {"hold_out": -0.1}, "`hold_out` must be .* got -0.1"),
         (IMAGES, {"hold_out": torch.rand(3, 1, 6, 6)}, r"`hold_out` images must have shape \(1, 8, 8\)"),
+        (IMAGES, {"hold_out": IMAGES.float()}, r"Float `hold_out` must be in \[0, 1\], got 0 to 249"),
         (IMAGES[0], {}, r"`images` must be \(N, C, H, W\)"),
         (IMAGES[:0], {}, "`images` must not be empty"),
         ([], {}, "`images` must not be empty"),
-        (IMAGES.repeat(1, 3, 1, 1), {}, "`images` have 3 channels, the network takes 1"),
+        (IMAGES.repeat(1, 3, 1, 1), {}, "`images` must have 1 channels, got 3"),
         (torch.full((4, 1, 8, 8), math.nan), {}, "`images` must be finite"),
         (torch.rand(4, 1, 8, 8) * 9, {}, r"Float `images` must be in \[0, 1\]"),
         (torch.rand(4, 1, 7, 9)[:, :, :2, :2], {}, "does not accept images of shape"),

@@ -330,7 +330,7 @@ def test_a_bad_recipe_is_refused_by_name(field: str, value: Any) -> None:
         (torch.zeros(4, 1, 8, 8), torch.zeros(4), "4 integer labels"),
         (torch.zeros(4, 1, 8, 8), None, "must have labels"),
         (torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 2, 3]), "0..2, got 0 to 3"),
-        (torch.zeros(4, 2, 8, 8), torch.zeros(4).long(), "have 2 channels, the network takes 1"),
+        (torch.zeros(4, 2, 8, 8), torch.zeros(4).long(), "must have 1 channels, got 2"),
         (torch.zeros(4, 1, 9, 30), torch.zeros(4).long(), "does not accept images"),
     ],
 )
@@ -625,15 +625,31 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
 def test_images_that_the_network_would_misread_are_refused() -> None:
     images, labels = pictures()
     colour = resnet26(CLASSES, depth=8, size=8)  # gray would be repeated over its three channels
-    with pytest.raises(ValueError, match="`images` have 1 channels, the network takes 3"):
+    with pytest.raises(ValueError, match="`images` must have 3 channels, got 1"):
         train(colour, images, labels, SHORT)
+    for test in ((images, labels), TensorSet("gray", images, labels)):
+        with pytest.raises(ValueError, match="`test` must have 3 channels, got 1"):
+            train(colour, images.repeat(1, 3, 1, 1), labels, SHORT, test=test)
     with pytest.raises(ValueError, match=r"Float `images` must be in \[0, 1\], got 0 to 249"):
         train(small_net(), images.float(), labels, SHORT)
+    with pytest.raises(ValueError, match=r"Float `test` must be in \[0, 1\], got 0 to 249"):
+        train(small_net(), images, labels, SHORT, test=(images.float(), labels))
     with pytest.raises(ValueError, match=r"Float `target` must be in \[0, 1\]"):
         train(small_net(), images, labels, replace(SHORT, method="uda"), target=images.float())
     plain = small_net()
     bare = YNet(plain.encoder, plain.classifier, plain.ssl)  # it normalises nothing, so its images may be normalised
     train(bare, images.float() / 64 - 2, labels, replace(SHORT, epochs=1, drops=()))
+
+
+def test_images_in_double_precision_train_as_in_single() -> None:
+    images, labels = pictures()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        pixels = images.to(dtype) / 255
+        net = train(small_net(), pixels, labels, replace(SHORT, method="uda"), target=pixels, test=(pixels, labels))
+        found.append((weights(net), [entry["test_error"] for entry in net.card.record["epochs"]]))
+    assert_same(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
 
 
 def test_a_foreign_record_is_refused(tmp_path: Path) -> None:

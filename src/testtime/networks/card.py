@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from testtime import augment as augmentations
-from testtime.checks import format_value, is_table, is_table_of
+from testtime.checks import format_value, is_integer, is_table, is_table_of
 from testtime.storage import FileError
 
 KEY, FORMAT = "testtime", 1
@@ -35,6 +35,8 @@ _LONGEST_TEXT = 1_000
 _LONGEST_TABLE = 20_000
 _DEEPEST = 50
 _AUGMENTATIONS = ("crop-flip", "resized-crop-flip")
+_LARGEST_VIEW = 4_096  # of images of unknown size
+_MOST = {"copies": 4_096, "steps": 1_000}  # recommended
 
 
 class CheckpointError(FileError):
@@ -54,8 +56,8 @@ class Card:
         task: Name of the self-supervised task, or its name and arguments, see `testtime.tasks.make`.
         augment: Name and arguments of the augmentation for training and adaptation.
         record: The training record: settings, data, seeds, loss and error by epoch.
-        settings: Recommended settings by method or mode, e.g. `{"ttt": {"lr": 0.001, "steps": 1}}`; plain JSON. Only
-            their types are checked here.
+        settings: Recommended settings by method or mode, e.g. `{"ttt": {"lr": 0.001, "steps": 1}}`; plain JSON. Of
+            their values, only what determines the memory and the time of a step is checked here.
 
     Raises:
         ValueError: A field has the wrong type or is out of range.
@@ -86,12 +88,14 @@ class Card:
         for name in ("architecture", "augment", "record"):
             if not isinstance(getattr(self, name), dict):
                 raise ValueError(f"`{name}` must be a dictionary, got {format_value(getattr(self, name))}.")
-        _check_augment(self.augment)
+        _check_augment(self.augment, self.size)
         if not is_table_of(is_table)(self.settings):
             raise ValueError(f"`settings` must have a dictionary by method, got {format_value(self.settings)}.")
         for name in self.settings:
             _check_text("settings", name)
         object.__setattr__(self, "settings", _make_plain("settings", self.settings))
+        for settings in self.settings.values():
+            _check_settings(settings, self.size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,8 +214,11 @@ def _check_text(name: str, text: object) -> None:
         raise ValueError(f"`{name}` must be text without control characters, got {format_value(text)}.")
 
 
-def _check_augment(augment: Mapping[str, Any]) -> None:
-    """Check that an augmentation of this package can be built; custom ones are only checked for range."""
+def _check_augment(augment: Mapping[str, Any], size: int | None) -> None:
+    """Check that an augmentation of this package can be built; custom ones are only checked for range.
+
+    Views can be up to four times larger than the images, whose side is `size`.
+    """
     values = [inner for one in augment.values() for inner in (one if isinstance(one, (list, tuple)) else [one])]
     sound = all(abs(value) <= LARGEST_SIZE for value in values if isinstance(value, (int, float)))
     name = augment.get("name", "")
@@ -222,6 +229,20 @@ def _check_augment(augment: Mapping[str, Any]) -> None:
             sound = False
     if not sound or not isinstance(name, str):
         raise ValueError(f"`augment` must be the name and arguments of an augmentation, got {format_value(augment)}.")
+    most = _LARGEST_VIEW if size is None else 4 * size
+    for key in ("padding", "size"):
+        if is_integer(augment.get(key), most + 1):
+            raise ValueError(f"`augment` must have a `{key}` of at most {most:,}, got {augment[key]}.")
+
+
+def _check_settings(settings: Mapping[str, Any], size: int | None) -> None:
+    """Check what makes a step expensive in the recommended settings of a method."""
+    for name, most in _MOST.items():
+        if name in settings and not is_integer(settings[name], 0, most):
+            value = format_value(settings[name])
+            raise ValueError(f"`settings` must have `{name}` as an integer from 0 to {most:,}, got {value}.")
+    if is_table(settings.get("augment")):
+        _check_augment(settings["augment"], size)
 
 
 def read_card(about: Mapping[str, Any]) -> Card:

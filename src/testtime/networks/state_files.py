@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,29 +12,45 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from testtime.networks.card import KEY
+from testtime.checks import format_value
+from testtime.networks.card import FLOATS, KEY
 from testtime.storage import FileError, check_file, error_text
 
 _CONTAINERS = ("state_dict", "model_state_dict", "model")  # entries of training checkpoints
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
 _OPTIONAL = "num_batches_tracked"  # older versions of torch did not save it
 _SHOWN = 3
+_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+_DTYPES = (*FLOATS, torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, *_UNSIGNED)
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:
     """Read the tensors of a file by name, also from a training checkpoint that contains them; no code is run.
 
     Raises:
-        FileError: The file is missing, damaged, or has no tensors.
+        FileError: The file is missing or damaged, has no tensors, or one of an unusual kind; the message names it.
     """
     check_file(path)
-    if _is_safetensors(path):
-        try:
-            with torch.device("cpu"), safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (SafetensorError, OSError, ValueError, RuntimeError, TypeError) as error:
-            raise FileError(path, f"not a complete safetensors file ({error_text(error)})") from None
+    state = _read_safetensors(path) if _is_safetensors(path) else _read_archive(path)
+    for name, tensor in state.items():
+        fault = _find_fault(tensor)
+        if fault is not None:
+            raise FileError(path, f"tensor {format_value(name)} {fault}")
+    return state
+
+
+def _read_safetensors(path: str | Path) -> dict[str, Tensor]:
     try:
+        with torch.device("cpu"), safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError) as error:
+        raise FileError(path, f"not a complete safetensors file ({error_text(error)})") from None
+
+
+def _read_archive(path: str | Path) -> dict[str, Tensor]:
+    """Read a file of `torch.save`."""
+    try:
+        _check_entries(path)
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged pickles raise many kinds
         reason = f"{type(error).__name__}: {error_text(error)}".split("\n")[0].split(". ")[0]
@@ -45,6 +63,28 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
             path, "not a state: it has no tensors by name", "save it with torch.save(model.state_dict(), …)"
         )
     return {str(name): tensor for name, tensor in found.items()}
+
+
+def _check_entries(path: str | Path) -> None:
+    """Raise a ValueError if an archive would be larger in memory than on disk: torch.save does not compress."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            total = sum(entry.file_size for entry in archive.infolist())
+        if total > os.path.getsize(path):
+            raise ValueError(f"its entries have {total:,} bytes, the file {os.path.getsize(path):,}")
+
+
+def _find_fault(tensor: Tensor) -> str | None:
+    """Return why a tensor cannot be a weight or a buffer, whatever its shape and values; None if it can."""
+    if tensor.device.type != "cpu":  # as on the meta device
+        return "has no values"
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return "is not dense"
+    if tensor.dtype not in _DTYPES:
+        return f"has dtype {tensor.dtype}"
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        return "is larger than its data: save a contiguous copy"
+    return None
 
 
 def is_network_file(path: str | Path) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
+from testtime.augment import narrow
 from testtime.checks import format_value, is_integer
 from testtime.data.sets import TestSet
 from testtime.networks.card import FEATURES, STATISTICS, Statistics, compare_tensors
@@ -167,7 +168,7 @@ def _choose(images: Tensor | TestSet, count: int) -> Tensor:
 
 
 def _read(images: Tensor | TestSet, numbers: Tensor) -> Tensor:
-    return images.images(numbers) if isinstance(images, TestSet) else images[numbers.to(images.device)]
+    return images.images(numbers) if isinstance(images, TestSet) else narrow(images[numbers.to(images.device)])
 
 
 def _name(images: Tensor | TestSet) -> str | None:

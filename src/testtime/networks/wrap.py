@@ -154,6 +154,8 @@ def _unwrap(model: nn.Module) -> nn.Module:
         raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return _unwrap(model.module)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError("`model` must not be TorchScript, which cannot be adapted: pass the original torch.nn.Module.")
     compiled = model._modules.get("_orig_mod")
     return model if compiled is None else _unwrap(compiled)
 

@@ -25,7 +25,7 @@ from testtime.training.branch_recipe import STATES, BranchRecipe
 from testtime.training.losses import first_of_four
 from testtime.training.pool import Pool
 from testtime.training.replicated import Replicated, is_faster
-from testtime.training.training import check_branch
+from testtime.training.training import check_branch, check_pool
 from testtime.training.unlabelled import Source
 
 
@@ -53,6 +53,8 @@ class BranchTraining:
         task = tasks.make(net.card.task)
         self.task: Task = Rotation("all") if isinstance(task, Rotation) else task
         self.shape = _check_images(net, source, self.augment, self.task)
+        if held_out is not None:
+            check_pool(net, held_out)
         self.parameters = {
             name: parameter
             for name, parameter in net.named_parameters()
@@ -275,7 +277,7 @@ def _check_images(net: YNet, source: Source, augment: Augment, task: Task) -> tu
     """
     example = source.example
     if net.channels not in (None, example.shape[1]):  # a single channel would silently be repeated
-        raise ValueError(f"`images` have {example.shape[1]} channels, the network takes {net.channels}.")
+        raise ValueError(f"`images` must have {net.channels} channels, got {example.shape[1]}.")
     pool = source.pool
     net.check_range("images", example if pool is None or pool.tensor is None else pool.tensor)
     net.eval()

@@ -26,7 +26,7 @@ from testtime.training.processes import rank, world
 from testtime.training.recipe import Recipe, TrainingError
 from testtime.training.replicated import Replicated
 from testtime.training.trainer import Trainer, fit_together
-from testtime.training.training import Training, check_networks
+from testtime.training.training import Training, check_networks, check_pool
 
 
 def train(
@@ -163,9 +163,10 @@ def _train(
         target = None if targets is None else Pool("target", targets[index], None, device)
         seeded = recipe if seeds is None else replace(recipe, seed=seeds[index])
         training = Training(net, seeded, source, target)
-        for pool in (source, held_out):
-            if pool is not None:
-                _check_labels(pool, training.outputs)
+        _check_labels(source, training.outputs)
+        if held_out is not None:
+            _check_labels(held_out, training.outputs)
+            check_pool(net, held_out)
         names = classes or source.classes or net.card.classes
         if names and len(names) != training.outputs:
             raise ValueError(f"The network has {training.outputs} outputs, but there are {len(names)} classes.")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from testtime import kernels
+from testtime.augment import narrow
 from testtime.data.sets import TestSet
 from testtime.randomness import Draws
 
@@ -69,7 +70,7 @@ class Pool:
                     f"{tuple(images.shape)}."
                 )
             self.count, self.shape = len(images), tuple(images.shape[1:])
-            self.tensor = _usable(images.detach().to(device))
+            self.tensor = _usable(narrow(images.detach()).to(device))
         if self.count == 0:
             raise ValueError(f"`{name}` must not be empty.")
         if labels is not None and (labels.shape != (self.count,) or labels.is_floating_point()):

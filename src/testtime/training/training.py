@@ -119,11 +119,8 @@ class Training:
     def _check_forward(self) -> tuple[int, tuple[int, ...]]:
         """Run the network on one image; returns the number of classes and the shape of an augmented image."""
         example = self.pools[0].take(torch.zeros(1, dtype=torch.int64, device=self.device))
-        if self.net.channels not in (None, example.shape[1]):  # a single channel would silently be repeated
-            raise ValueError(f"`images` have {example.shape[1]} channels, the network takes {self.net.channels}.")
         for pool in self.pools:
-            if pool.tensor is not None:
-                self.net.check_range(pool.name, pool.tensor)
+            check_pool(self.net, pool)
         self.net.eval()
         key = Draws.of(0, torch.zeros(1, dtype=torch.int64, device=self.device))
         try:
@@ -134,6 +131,18 @@ class Training:
         except RuntimeError as error:
             raise ValueError(f"The network does not accept images of shape {self.pools[0].shape}: {error}") from None
         return classes, tuple(example.shape[1:])
+
+
+def check_pool(net: YNet, pool: Pool) -> None:
+    """Check that images have the network's channels and are raw pixels.
+
+    Raises:
+        ValueError: They have not, or are not.
+    """
+    if net.channels not in (None, pool.shape[0]):  # a single channel would silently be repeated
+        raise ValueError(f"`{pool.name}` must have {net.channels} channels, got {pool.shape[0]}.")
+    if pool.tensor is not None:
+        net.check_range(pool.name, pool.tensor)
 
 
 def check_branch(net: YNet, task: Task, image: Tensor, draws: Draws) -> None:

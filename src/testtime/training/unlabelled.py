@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from testtime.augment import narrow
 from testtime.data.held_out import hold_out_images
 from testtime.data.sets import TestSet
 from testtime.kernels.graphs import on_side_stream
@@ -167,7 +168,7 @@ def _read(loader: Iterable[Any]) -> Iterator[Tensor]:
         if not isinstance(images, Tensor) or images.dim() not in (3, 4):
             found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
             raise ValueError(f"`images` must yield tensors (B, C, H, W) or (C, H, W), or tuples of them, got {found}.")
-        yield images if images.dim() == 4 else images.unsqueeze(0)
+        yield narrow(images if images.dim() == 4 else images.unsqueeze(0))
 
 
 def _check_finite(images: Tensor) -> None:
