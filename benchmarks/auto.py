@@ -6,10 +6,10 @@
     python benchmarks/auto.py --fit runs/selection/network.safetensors runs/held-out \\
         --checkpoint digits-resnet8-gn-joint --data digits-c --out results/auto-digits.json
 
-Several networks may be fitted to, and others tested: --fit and --checkpoint can be repeated. Every set is a stream of
-its own, and original, mild and hard sets count alike. The gain of learning online is predicted by a line over the
-logarithm of the drift, which is fitted to the same runs; the accuracy is estimated after the last image, for up to 500
-of them.
+Several networks may be fitted to, and others tested: --fit and --checkpoint can be repeated; without --checkpoint,
+nothing is tested. Every set is a stream of its own, and original, mild and hard sets count alike. The gain of learning
+online is predicted by a line over the logarithm of the drift, which is fitted to the same runs; the accuracy is
+estimated after the last image, for up to 500 of them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ import torch
 import testtime as tt
 from testtime.data.families import expand
 from testtime.evaluation import Trace, fit_calibration, open_run, read_traces
+from testtime.evaluation.calibration import measure_accuracy
 from testtime.networks.task_loss import measure_drift
 from testtime.provenance import describe_machine
 
 WINDOW = 500  # images of an estimate
+MODES = ("fixed", "online", "auto")
 GROUPS = {"original": (0,), "levels 1 and 2": (1, 2), "levels 3 to 5": (3, 4, 5)}
 
 
@@ -52,15 +54,30 @@ def read(file: str, run: str) -> list[Trace]:
         raise SystemExit(f"{file}, {run}: {error}") from None
 
 
-def fit(pairs: Sequence[Sequence[str]]) -> tuple[tt.Calibration, tuple[float, float]]:
-    """Fit the calibration, and the line of the gain over the logarithm of the drift: slope and intercept."""
+def fit(pairs: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return the calibration, the line of the gain over the logarithm of the drift, and accuracies by `average`."""
     traces = [trace for file, run in pairs for trace in read(file, run)]
     groups = [next(title for title, own in GROUPS.items() if find_level(trace.name) in own) for trace in traces]
     drift = np.log([trace.drift.mean() for trace in traces])
     gain = [trace.right[2].mean() - trace.right[0].mean() for trace in traces]
     slope, intercept = np.polyfit(drift, gain, 1)
-    weights = [1 / groups.count(title) for title in groups]
-    return fit_calibration(traces, weights=weights), (float(slope), float(intercept))
+    calibration = fit_calibration(traces, weights=[1 / groups.count(title) for title in groups])
+    rows = [
+        {"level": find_level(trace.name), "auto": measure_accuracy(calibration, trace)}
+        | {mode: float(trace.right[row].mean()) for row, mode in ((0, "fixed"), (2, "online"))}
+        for trace in traces
+    ]
+    return {"calibration": calibration, "gain": (float(slope), float(intercept)), "accuracy": average(rows)}
+
+
+def average(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the mean accuracies of `MODES` by group, and over the groups."""
+    found = {}
+    for title, levels in GROUPS.items():
+        own = [row for row in rows if row["level"] in levels]
+        if own:
+            found[title] = {mode: sum(row[mode] for row in own) / len(own) for mode in MODES}
+    return found | {"mean": {mode: sum(group[mode] for group in found.values()) / len(found) for mode in MODES}}
 
 
 def measure(
@@ -95,13 +112,7 @@ def measure(
 
 def summarise(rows: Sequence[dict[str, Any]], line: tuple[float, float]) -> dict[str, Any]:
     """Return the means by group and over the groups, and how well gain and accuracy were predicted."""
-    found: dict[str, Any] = {}
-    for title, levels in GROUPS.items():
-        own = [row for row in rows if row["level"] in levels]
-        if own:
-            found[title] = {mode: sum(row[mode] for row in own) / len(own) for mode in ("fixed", "online", "auto")}
-    groups = list(found.values())
-    found["mean"] = {mode: sum(group[mode] for group in groups) / len(groups) for mode in groups[0]}
+    found: dict[str, Any] = {**average(rows)}
     predicted = [line[0] * math.log(row["drift"]) + line[1] for row in rows]
     measured = [row["online"] - row["fixed"] for row in rows]
     decided = [(one, other) for one, other in zip(predicted, measured, strict=True) if other]
@@ -118,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Fit, measure, print a summary, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", nargs=2, action="append", required=True, metavar=("NETWORK", "RUN"))
-    parser.add_argument("--checkpoint", action="append", required=True, help="a network to test with")
+    parser.add_argument("--checkpoint", action="append", default=[], help="a network to test with")
     parser.add_argument("--data", default="digits-c", help="its original set is tested, too (default: digits-c)")
     parser.add_argument("--levels", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--limit", type=int, help="images of each set")
@@ -127,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="JSON")
     given = parser.parse_args(arguments)
-    calibration, line = fit(given.fit)
+    fitted = fit(given.fit)
+    calibration = fitted["calibration"]
     print(f"online from a drift of {calibration.online}, episodic from {calibration.episodic}")
     results = {}
     for file in given.checkpoint:
@@ -137,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in measure(net, sets, given, calibration):
             rows.append(row)
             print(f"{len(rows)}/{len(sets)} {row['set']:40}", end="\r", flush=True)
-        found = summarise(rows, line)
+        found = summarise(rows, fitted["gain"])
         results[file] = {"summary": found, "rows": rows}
         print(f"\n{file}")
         for title in (*GROUPS, "mean"):
@@ -151,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.out is not None:
         words = sys.argv[1:] if arguments is None else arguments
         about: dict[str, Any] = {"command": shlex.join(["python", "benchmarks/auto.py", *words])}
-        about |= {"calibration": asdict(calibration), "gain": line, **describe_machine(torch.device(given.device))}
+        about |= fitted | {"calibration": asdict(calibration), **describe_machine(torch.device(given.device))}
         given.out.write_text(json.dumps(about | {"results": results}, indent=1) + "\n", encoding="utf-8")
 
 

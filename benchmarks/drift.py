@@ -5,19 +5,18 @@
     python benchmarks/drift.py --checkpoint NETWORK --measured RUN
 
 Every set of the measured run, which has `fixed` and `online`, is a stream that is answered without learning. Of each:
-the drift, the accuracy on the last 500 images, and its estimate. A gain of learning is expected where the drift reaches
-the default threshold of `Auto`; the measured gain is that of the run, on all its images.
+the drift, the accuracy on the last 500 images, its estimate, and from which share of the images `Auto` would learn. A
+gain of learning is expected where this is more than half; the measured gain is that of the run, on all its images.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,14 @@ import numpy as np
 import torch
 
 import testtime as tt
+from auto import GROUPS, find_level
+from testtime.adaptation.auto import follow_drift
 from testtime.evaluation import open_runs
 from testtime.networks.task_loss import measure_drift, read_task_loss
 from testtime.provenance import describe_machine
 
 WINDOW = 500  # images of an estimate
-LIMIT = tt.Calibration().online or math.inf
+ONLINE = 2  # the mode
 
 
 def read_gains(file: str, net: tt.YNet) -> dict[str, float]:
@@ -51,17 +52,20 @@ def read_gains(file: str, net: tt.YNet) -> dict[str, float]:
     return gains
 
 
-def measure(net: tt.YNet, gains: dict[str, float], images: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each set: its drift, the gain, the accuracy and its estimate."""
-    auto = tt.Auto(net, calibration=tt.Calibration(online=None), **tt.recommend(net))
+def measure(
+    net: tt.YNet, gains: dict[str, float], images: int, calibration: tt.Calibration
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each set: its drift, what would be learned, the gain, the accuracy and its estimate."""
+    auto = tt.Auto(net, calibration=replace(calibration, online=None, episodic=None), **tt.recommend(net))
     for name, gain in gains.items():
         auto.reset()
         records = list(tt.evaluate(auto, tt.data.open(name), shuffle=True, limit=images))
-        loss = sum(record.loss_before for record in records) / len(records)
+        drifts = measure_drift(torch.tensor([one.loss_before for one in records], dtype=torch.float64), auto.reference)
         last = [bool(record.is_right) for record in records[-WINDOW:]]
         row: dict[str, Any] = {"set": name, "images": len(records), "gain": round(gain, 4)}
-        row |= {"drift": float(measure_drift(loss, auto.reference)), "accuracy": sum(last) / len(last)}
-        yield row | {"estimate": list(auto.estimate_accuracy() or ())}
+        modes = calibration.decide(drifts, follow_drift(drifts, 1.0, calibration.momentum))
+        row |= {"drift": float(drifts.mean()), "learned": float((modes == ONLINE).double().mean())}
+        yield row | {"accuracy": sum(last) / len(last), "estimate": list(auto.estimate_accuracy() or ())}
 
 
 def read_reference(net: tt.YNet) -> dict[str, Any]:
@@ -71,16 +75,22 @@ def read_reference(net: tt.YNet) -> dict[str, Any]:
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return how well the gain and the accuracy were predicted."""
-    drift, gain = (np.array([row[key] for row in rows]) for key in ("drift", "gain"))
+    """Return how well gain and accuracy were predicted.
+
+    `gains` are means in which the original set, levels 1 and 2, and levels 3 to 5 count alike: of learning always, and
+    of learning from the share of each set from which `Auto` would learn.
+    """
+    drift, gain, learned = np.array([(row["drift"], row["gain"], row["learned"]) for row in rows]).T
     value, low, high = np.array([row["estimate"] for row in rows]).T
     accuracy = np.array([row["accuracy"] for row in rows])
+    groups = [[place for place, row in enumerate(rows) if find_level(row["set"]) in own] for own in GROUPS.values()]
     return {
         "sets": len(rows),
         "sets_that_lose": int((gain < 0).sum()),
-        "sets_above_the_limit": int((drift >= LIMIT).sum()),
+        "sets_learned": int((learned > 0.5).sum()),
         "correlation": float(np.corrcoef(np.log(drift), gain)[0, 1]) if gain.std() else None,
-        "sign_right": float(((drift >= LIMIT) == (gain > 0)).mean()),
+        "sign_right": float(((learned > 0.5) == (gain > 0)).mean()),
+        "gains": [float(np.mean([one[own].mean() for own in groups if own])) for one in (gain, gain * learned)],
         "coverage": float(((low <= accuracy) & (accuracy <= high)).mean()),
         "half_width": float((high - low).mean() / 2),
         "estimate_error": float(np.abs(value - accuracy).mean()),
@@ -97,8 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="JSON")
     given = parser.parse_args(arguments)
     net = tt.load(given.checkpoint).to(given.device)
-    gains, rows = read_gains(given.measured, net), []
-    for row in measure(net, gains, given.images):
+    gains, rows, calibration = read_gains(given.measured, net), [], tt.Calibration()
+    for row in measure(net, gains, given.images, calibration):
         rows.append(row)
         print(f"{len(rows)}/{len(gains)} {row['set']:40}", end="\r", flush=True)
     found = summarise(rows)
@@ -106,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.out is not None:
         words = sys.argv[1:] if arguments is None else arguments
         about: dict[str, Any] = {"command": shlex.join(["python", "benchmarks/drift.py", *words])}
-        about |= {"calibration": asdict(tt.Calibration())} | read_reference(net)
+        about |= {"calibration": asdict(calibration)} | read_reference(net)
         about |= describe_machine(torch.device(given.device))
         given.out.write_text(json.dumps(about | {"summary": found, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 

@@ -9,7 +9,7 @@ A step is a command, run from the root of the repository: `train-` steps train a
 `tune-` steps choose settings, `bundle-` steps add them to a network, the others evaluate. Its run folder is
 `runs/STEP`; an interrupted step is resumed. Its result is then copied here: the record of a training, the choice, the
 summary of an evaluation. Needs CIFAR-10, and CIFAR-10-C made with the frost photographs, under $TESTTIME_DATA, see
-docs/results.md (without CIFAR-10-C, frost is procedural). To what the `auto-` steps find, benchmarks/auto.py fits a
+docs/results.md (without CIFAR-10-C, frost is procedural). To what the step `auto` finds, benchmarks/auto.py fits a
 calibration. For the steps on photographs the eight classes of ImageNet in `photographs/`, see
 docs/results/photographs.md.
 """

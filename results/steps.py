@@ -248,11 +248,8 @@ EVALUATIONS = {
         f"--protocol {protocol} --limit 2000"
         for protocol in ("reset", "clean", "correlated")
     },
-    **{
-        f"auto-{name}": f"-c runs/selection-{network}/network.safetensors --data cifar10-held-out-c --levels 1-5 "
-        "--methods fixed,episodic,online --precision bf16 --limit 1000 --shuffle"
-        for name, network in (("joint", "joint"), ("bn-joint", "bn-joint"), ("robust", "epochs-150"))
-    },
+    "auto": "-c runs/selection-short/network.safetensors --data cifar10-held-out-c --levels 1-5 "
+    "--methods fixed,online --limit 1000 --shuffle",
     "past-branch": "-c runs/branch-gn-20-0/network.safetensors --matrix best --precision bf16 --methods best,"
     "fixed-mirrored",
     "robust-x2-level-5": f"-c {ROBUST_X2} {LEVEL_5}",

@@ -335,10 +335,13 @@ def make_auto() -> Parts:
     """The parts of the page on what drift predicts."""
     files = {name: Path(f"results/drift-gn-{name}.json") for name in ("joint", "robust")}
     held = {f"`cifar10-resnet26-gn-{name}`": read_file(file) for name, file in files.items()}
+    fitted = Path("results/auto-held-out.json")
     return {
+        "fit": drift.format_fit(read_file(fitted)),
         "scores": drift.format_scores(held),
         "levels": drift.format_levels(held),
-        "sources": format_benchmarks(files.values()),
+        "sources": format_benchmarks([fitted, *files.values()]),
+        "sources of the run": format_sources(*in_cifar("auto")),
     }
 
 

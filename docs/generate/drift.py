@@ -1,4 +1,4 @@
-"""Tables of what the drift that `Auto` follows predicts, from `benchmarks/drift.py`."""
+"""Tables of how `Auto` was calibrated, and of what the drift that it follows predicts."""
 
 from __future__ import annotations
 
@@ -12,38 +12,28 @@ from .documents import points, table
 Document = Mapping[str, Any]
 
 
+def format_fit(fitted: Document) -> str:
+    """The errors to which `benchmarks/auto.py` fitted a calibration, without learning, with it, and as it decides."""
+    names = {"fixed": "`fixed`", "online": "`online`", "auto": "as calibrated"}
+    rows = [
+        [title, *(f"{100 - 100 * group[name]:.2f}" for group in fitted["accuracy"].values())]
+        for name, title in names.items()
+    ]
+    return table(["error in %", *fitted["accuracy"]], rows)
+
+
 def format_scores(held: Mapping[str, Document]) -> str:
-    """How well gain and accuracy are predicted with each network, by title."""
+    """How well gain and accuracy are predicted with each network, by title, from `benchmarks/drift.py`."""
     rows = []
     for title, document in held.items():
         found = document["summary"]
-        rows.append(
-            [
-                title,
-                f"{found['sets']}",
-                f"{found['sets_that_lose']}",
-                f"{found['sets'] - found['sets_above_the_limit']}",
-                f"{found['sign_right']:.0%}",
-                f"{found['correlation']:.2f}",
-                *(points(gain) for gain in average_gains(document)),
-                f"{100 * found['estimate_error']:.1f}",
-                f"{found['coverage']:.0%}",
-                f"±{100 * found['half_width']:.1f}",
-            ]
-        )
-    drift = ["sets", "lose by learning", "below the threshold", "sign right", "r of log drift and gain"]
-    drift += ["gain of always learning", "of learning from the threshold on"]
+        cells = [f"{found[key]}" for key in ("sets", "sets_that_lose", "sets_learned")]
+        cells += [f"{found['sign_right']:.0%}", f"{found['correlation']:.2f}", *map(points, found["gains"])]
+        cells += [f"{100 * found['estimate_error']:.1f}", f"{found['coverage']:.0%}"]
+        rows.append([title, *cells, f"±{100 * found['half_width']:.1f}"])
+    drift = ["sets", "lose by learning", "learned", "sign right", "r of log drift and gain"]
+    drift += ["gain of always learning", "of `Auto`"]
     return table(["", *drift, "error of the estimate, points", "within its interval", "interval"], rows)
-
-
-def average_gains(document: Document) -> tuple[float, float]:
-    """The gain of learning on all sets, and on those from the threshold on; groups of levels count alike."""
-    limit, always, chosen = document["calibration"]["online"], [], []
-    for levels in ((0,), (1, 2), (3, 4, 5)):
-        own = [row for row in document["rows"] if find_level(row["set"]) in levels]
-        always.append(np.mean([row["gain"] for row in own]))
-        chosen.append(np.mean([row["gain"] * (row["drift"] >= limit) for row in own]))
-    return float(np.mean(always)), float(np.mean(chosen))
 
 
 def format_levels(held: Mapping[str, Document]) -> str:

@@ -17,7 +17,7 @@ NETWORK = "digits-resnet8-gn-joint"
 def test_fits_to_a_run_and_measures_with_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     auto = load_script("benchmarks/auto.py")
     given: dict[str, Any] = {"data": ["digits-c"], "levels": "5", "corruptions": "contrast,fog", "limit": 12}
-    run_plan(make_plan(checkpoint=NETWORK, methods="fixed,episodic,online", **given), tmp_path / "run")
+    run = run_plan(make_plan(checkpoint=NETWORK, methods="fixed,episodic,online", **given), tmp_path / "run")
     arguments = ["--fit", NETWORK, str(tmp_path / "run"), "--checkpoint", NETWORK, "--levels", "5", "--limit", "4"]
     auto.main([*arguments, "--out", str(tmp_path / "auto.json")])
     found = json.loads((tmp_path / "auto.json").read_text())
@@ -26,8 +26,12 @@ def test_fits_to_a_run_and_measures_with_a_network(tmp_path: Path, capsys: pytes
     assert len(rows) == 16
     assert all(row["images"] == 4 and row["estimate"][1] <= row["estimate"][0] <= row["estimate"][2] for row in rows)
     assert all(row["auto"] == row["fixed"] for row in rows if row["learned"] == 0)
-    shown = capsys.readouterr().out
-    assert "sign of the gain right" in shown
+    assert "sign of the gain right" in capsys.readouterr().out
+    # Of the run fitted to: two sets of level 5 and the original one, counted by hand.
+    right = {(unit.method, unit.set_name): unit.about["counts"]["is_right"] / 12 for unit in run.units}
+    hard = [right["online", f"digits-c/{name}/5"] for name in ("contrast", "fog")]
+    assert found["accuracy"]["levels 3 to 5"]["online"] == pytest.approx(sum(hard) / 2)
+    assert found["accuracy"]["mean"]["fixed"] <= found["accuracy"]["mean"]["auto"]
 
 
 def make_row(level: int, drift: float, fixed: float, online: float, auto: float, last: float) -> dict[str, Any]:

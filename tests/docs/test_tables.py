@@ -315,20 +315,13 @@ def test_the_comparison_joins_files_of_a_protocol(tmp_path: Path, monkeypatch: p
     assert row(costs, "`fixed`") == ["", "2", "5.0", ""]
 
 
-def test_gains_by_drift_count_original_mild_and_hard_sets_alike() -> None:
-    found = [
-        ("digits", 1.0, -0.3),
-        ("digits-c/fog/1", 1.2, 1.0),
-        ("digits-c/fog/2", 2.0, 2.0),
-        ("digits-c/fog/5", 3.0, 6.0),
-    ]
+def test_drift_and_gain_by_level() -> None:
+    found = [("digits", 1.0, -0.3), ("digits-c/fog/1", 1.2, 1.0)]
+    found += [(f"digits-c/{name}/{level}", 2.0 * level, 2.0) for name in ("fog", "snow") for level in (2, 3, 4, 5)]
     rows = [{"set": name, "drift": value, "gain": gain} for name, value, gain in found]
-    document = {"calibration": {"online": 1.5}, "rows": rows}
-    assert drift.average_gains(document) == pytest.approx(((-0.3 + 1.5 + 6.0) / 3, (0 + 1.0 + 6.0) / 3))
-    rows += [{"set": f"digits-c/fog/{level}", "drift": 3.0, "gain": 4.0} for level in (3, 4)]
-    drifts, gains = (line.split("|")[3:-1] for line in drift.format_levels({"net": document}).splitlines()[2:])
-    assert [cell.strip() for cell in drifts] == ["1.00", "1.20", "2.00", "3.00", "3.00", "3.00"]
-    assert gains[0].strip() == "−0.30"
+    drifts, gains = (line.split("|")[3:-1] for line in drift.format_levels({"net": {"rows": rows}}).splitlines()[2:])
+    assert [cell.strip() for cell in drifts] == ["1.00", "1.20", "4.00", "6.00", "8.00", "10.00"]
+    assert [cell.strip() for cell in gains[:3]] == ["−0.30", "+1.00", "+2.00"]
 
 
 def test_what_hostile_images_cost() -> None:

@@ -40,6 +40,21 @@ def test_a_calibration_is_fitted() -> None:
     with pytest.raises(ValueError, match="one for each of the 5 streams, got 2"):
         fit_calibration(traces, weights=[1, 1])
     assert fit_calibration(traces, weights=[1, 1, 0, 0, 0]).online is None  # those that it harms
+    for value in (np.nan, np.inf):
+        traces[0].drift[0] = value
+        assert fit_calibration(traces).online == pytest.approx(found.online, abs=0.01)
+
+
+def test_gains_that_may_be_chance_are_not_learned_from() -> None:
+    """Without a shift learning flips nearly all answers, and one more is right; with one it is right more often."""
+    odd = np.arange(200) % 2
+    chance = np.stack([1 - odd, 1 - odd, np.where(np.arange(200) == 0, 1, odd)]).astype(bool)
+    traces = [make_trace("original", 1, (0, 0, 0))._replace(right=chance)]
+    traces += [make_trace(f"{n}", n, (0.5, 0.5, 0.8)) for n in (3, 4)]
+    found = fit_calibration(traces)
+    assert found.online is not None
+    assert measure_accuracy(found, traces[0]) == 0.5
+    assert min(measure_accuracy(found, trace) for trace in traces[1:]) > 0.75
 
 
 def test_a_longer_average_for_noisy_drifts() -> None:
@@ -56,7 +71,7 @@ def test_a_longer_average_for_noisy_drifts() -> None:
     assert found.online is not None
 
     def measure(momentum: float) -> float:
-        return np.mean([measure_accuracy(replace(found, momentum=momentum), trace) for trace in traces])
+        return float(np.mean([measure_accuracy(replace(found, momentum=momentum), trace) for trace in traces]))
 
     assert measure(found.momentum) > measure(0.9)
     assert fit_calibration(traces, [0.5]).momentum == 0.5

@@ -24,7 +24,7 @@ from testtime.adaptation.methods import Method, find_method
 from testtime.adaptation.prediction import Prediction
 from testtime.adaptation.settings import document_settings
 from testtime.checks import format_value, is_number
-from testtime.networks.task_loss import EASY, find_entry, measure_drift, read_task_loss
+from testtime.networks.task_loss import find_entry, measure_drift, read_task_loss
 from testtime.networks.ynet import YNet
 
 _WINDOW = 500  # images of an estimate
@@ -36,8 +36,8 @@ _FIXED, _EPISODIC, _ONLINE = range(3)
 class Calibration:
     """The thresholds of `Auto`, and how the accuracy falls with confidence.
 
-    `testtime.evaluation.fit_calibration` fits one to runs with labels. The default learns online from the drift up to
-    which `testtime.diagnose` finds little to gain, and has an assumed spread.
+    `testtime.evaluation.fit_calibration` fits one to runs with labels. The default was fitted to one network, on
+    held-out images of CIFAR-10 under the extra corruptions.
 
     Attributes:
         online: Drift of a stream from which it learns online; None: never.
@@ -47,11 +47,11 @@ class Calibration:
         spread: Standard deviation of the accuracy of streams around that line.
     """
 
-    online: float | None = EASY
+    online: float | None = 1.02
     episodic: float | None = None
-    momentum: float = 0.95
-    slope: float = 1.0
-    spread: float = 0.05
+    momentum: float = 0.99
+    slope: float = 1.33
+    spread: float = 0.04
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
