@@ -12,6 +12,8 @@ import typer
 
 from code_blocks import PAGES, ROOT, is_run, is_slow, read_blocks, run_page
 from testtime.cli.commands import app
+from testtime.evaluation import make_plan
+from testtime.networks.sources import open_network
 
 BLOCKS = [block for page in (ROOT / "README.md", *PAGES) for block in read_blocks(page)]
 OTHERS = {"cd", "curl", "docker", "export", "git", "make", "pip", "python", "source", "torchrun"}
@@ -32,14 +34,30 @@ def test_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run_page(page)
 
 
+def test_the_documented_file_of_a_model_opens(tmp_path: Path) -> None:
+    (block,) = [block for block in BLOCKS if block.language == "python" and block.code.startswith("# model.py\n")]
+    (tmp_path / "model.py").write_text(block.code, encoding="utf-8")
+    net = open_network(f"{tmp_path / 'model.py'}:make", branch=True)
+    assert (net.card.size, len(net.card.mean), net.ssl is None) == (32, 3, False)
+
+
 def test_no_block_is_left_out() -> None:
     """Each is in a language that some test checks; fences inside lists or quotes would be overlooked."""
-    languages = {"python", "sh", "text", "bibtex"}
+    languages = {"python", "sh", "text", "bibtex", "toml"}
     unknown = [(name(block.page), block.language) for block in BLOCKS if block.language not in languages]
     assert [(page, language) for page, language in unknown if not language.startswith("{")] == []
     for page in (ROOT / "README.md", *PAGES):
         fences = len(re.findall(r"^\s*(?:> *)?```", page.read_text(encoding="utf-8"), re.MULTILINE))
         assert fences == 2 * len(read_blocks(page)), page
+
+
+def test_studies_can_be_planned(tmp_path: Path) -> None:
+    texts = [block.code for block in BLOCKS if block.language == "toml"]
+    assert texts
+    for text in texts:
+        (tmp_path / "study.toml").write_text(text)
+        plan = make_plan(tmp_path / "study.toml", checkpoint="digits-resnet8-gn-joint")
+        assert len(plan.methods) == text.count("[methods.")
 
 
 def test_blocks_that_run_elsewhere_do() -> None:

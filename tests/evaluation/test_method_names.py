@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ def test_a_name_alone_stands_for_the_method_in_its_own_mode() -> None:
         spec = find_spec(name)
         assert spec is not None
         assert (spec.name, spec.mode, spec.method) == (name, METHODS[name].mode, name)
+
+
+def test_a_method_of_ones_own_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "mine", replace(METHODS["memo"], name="mine"))
+    plan = make_plan(checkpoint="digits-resnet8-gn-joint", data="digits", methods="mine,mine/online")
+    assert [(one.name, one.mode, one.method) for one in plan.methods] == [
+        ("mine", "episodic", "mine"),
+        ("mine-online", "online", "mine"),
+    ]
 
 
 def test_a_mode_behind_a_slash() -> None:

@@ -282,9 +282,13 @@ def find_spec(name: str) -> MethodSpec | None:
     `tent-episodic` in the run.
     """
     method, slash, mode = name.partition("/")
-    if not slash:
-        return DEFAULT_METHODS.get(name)
-    if method not in METHODS or mode not in ("episodic", "online"):
+    if name in DEFAULT_METHODS:
+        return DEFAULT_METHODS[name]
+    if method not in METHODS:
+        return None
+    if not slash:  # added to the table by somebody else
+        return MethodSpec(name, METHODS[name].mode, method=name)
+    if mode not in ("episodic", "online"):
         return None
     return MethodSpec(f"{method}-{mode}", mode, method=method)
 

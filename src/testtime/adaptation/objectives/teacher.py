@@ -30,7 +30,7 @@ class Teacher(Objective):
         self.state = {"teacher": self.teacher.packed.numbers}
 
     def loss(self, images: Tensor, draws: Draws) -> Tensor:
-        return self._compare(images, draws, torch.full(images.shape[:2], 1 / images.shape[1], device=images.device))
+        return self._compare(images, draws, images.new_full(images.shape[:2], 1 / images.shape[1], dtype=torch.float32))
 
     def total(self, images: Tensor, draws: Draws, weights: Tensor) -> Tensor:
         return (self._compare(images, draws, weights) * weights).sum()
