@@ -58,10 +58,14 @@ def is_path(name: str, parameter: Tensor) -> bool:
     return name.endswith((".down", ".up"))
 
 
-def measure(net: tt.YNet, update: Any, lr: float, sets: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Return errors in percent and bytes of a stream for one kind of update."""
-    adapter = tt.Online(net, **tt.recommend(net) | {"update": update, "lr": lr, "precision": options.precision})
-    moved = sum(net.get_parameter(name).numel() for name in select_parameters(net, update))
+def measure(
+    net: tt.YNet, update: Any, lr: float | None, sets: list[str], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Return errors in percent and bytes of a stream for one kind of update; without a rate nothing is learned."""
+    adapter, moved = tt.Fixed(net, precision=options.precision), 0
+    if lr is not None:
+        adapter = tt.Online(net, **tt.recommend(net) | {"update": update, "lr": lr, "precision": options.precision})
+        moved = sum(net.get_parameter(name).numel() for name in select_parameters(net, update))
     errors, begin = {}, time.perf_counter()
     for name in sets:
         adapter.reset()
@@ -78,9 +82,9 @@ def main() -> None:
     parser.add_argument("--data", default="cifar10-held-out", help="the held-out images it never saw")
     parser.add_argument("--images", type=int, default=1000, help="of each set (default: 1000)")
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--lr", type=float, nargs="+", default=[0.1], help="of encoder and branch (default: 0.1)")
-    parser.add_argument("--lr-low-rank", type=float, nargs="+", default=[0.1, 1.0])
-    parser.add_argument("--lr-norm", type=float, nargs="+", default=[0.1, 1.0])
+    parser.add_argument("--lr", type=float, nargs="*", default=[0.1], help="of encoder and branch (default: 0.1)")
+    parser.add_argument("--lr-low-rank", type=float, nargs="*", default=[0.1, 1.0])
+    parser.add_argument("--lr-norm", type=float, nargs="*", default=[0.1, 1.0])
     parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32", "bf16"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="an untrained network, a few digits: to see that it runs")
@@ -96,7 +100,12 @@ def main() -> None:
     command = shlex.join(["python", "benchmarks/low_rank.py", *sys.argv[1:]])
     about = {"command": command, "images": options.images, "rank": options.rank}
     about |= describe_machine(torch.device(options.device))
-    kinds = {"encoder+ssl": options.lr, "norm": options.lr_norm, "low rank": options.lr_low_rank}
+    kinds: dict[str, list[Any]] = {
+        "none": [None],
+        "encoder+ssl": options.lr,
+        "norm": options.lr_norm,
+        "low rank": options.lr_low_rank,
+    }
     rows: list[dict[str, Any]] = []
     for kind, rates in kinds.items():
         update: Any = kind
@@ -107,7 +116,7 @@ def main() -> None:
             rows.append({"update": kind} | measure(net, update, lr, sets, options))
             row = rows[-1]
             print(
-                f"{kind:12} lr {lr:<7g} corrupted {row['corrupted']:.2f}%  original {row['original']:.2f}%  "
+                f"{kind:12} lr {lr or 0:<7g} corrupted {row['corrupted']:.2f}%  original {row['original']:.2f}%  "
                 f"{row['bytes'] / 1024:,.0f} KiB a stream, {row['seconds']} s",
                 flush=True,
             )

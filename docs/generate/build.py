@@ -58,6 +58,7 @@ from .result_files import (
 FIGURES = Path("docs/figures")
 DEMO = Path("results/digits-demo.json")
 FAMILIAR = Path("results/cifar10/familiar.json")
+LOW_RANK = Path("results/low-rank-vit.json")
 STREAM = Path("results/digits-stream.json")
 
 HARM = {
@@ -326,8 +327,10 @@ def make_vit() -> Parts:
     return {
         "errors": errors.format_expected(networks, ("fixed", "episodic", "online", "best")),
         **{name: methods.format_grid(choice) for name, choice in chosen.items()},
+        "low rank": methods.format_low_rank(read_file(LOW_RANK)),
         "choices": table(["file", "command"], commands, words=(0, 1)),
         "sources": format_sources(*in_cifar(*(name for own in files.values() for name in own))),
+        "sources of low rank": format_benchmarks([LOW_RANK]),
     }
 
 

@@ -41,6 +41,16 @@ def format_grid(choice: Mapping[str, Any]) -> str:
     return table(["error in %", "corrupted", "original"], rows)
 
 
+def format_low_rank(held: Mapping[str, Any]) -> str:
+    """The errors of updates of a network at several learning rates, and the memory of a stream."""
+    rows = []
+    for row in held["rows"]:
+        rate = "" if row["lr"] is None else f"{row['lr']:g}"
+        errors = [f"{row[cell]:.2f}" for cell in _CELLS]
+        rows.append([f"`{row['update']}`", rate, *errors, f"{row['bytes'] / 1024:,.0f}"])
+    return table(["update", "learning rate", "corrupted", "original", "KiB a stream"], rows)
+
+
 def format_ablation(networks: Mapping[str, tuple[Results, Results]]) -> str:
     """The errors of `best` and its parts on the test sets, and the paired differences from the control.
 

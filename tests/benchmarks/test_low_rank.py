@@ -41,7 +41,7 @@ def test_the_quick_form_runs_without_data(
     monkeypatch.setattr(sys, "argv", ["low_rank.py", "--quick", "--device", "cpu", "--out", str(out)])
     low_rank.main()
     rows = json.loads(out.read_text())["rows"]
-    assert [row["update"] for row in rows] == ["encoder+ssl", "norm", "norm", "low rank", "low rank"]
+    assert [row["update"] for row in rows] == ["none", "encoder+ssl", "norm", "norm", "low rank", "low rank"]
     assert all(len(row["errors"]) == 5 for row in rows)
-    assert rows[1]["bytes"] < rows[3]["bytes"] < rows[0]["bytes"]
-    assert capsys.readouterr().out.count("corrupted") == 5
+    assert 0 == rows[0]["bytes"] < rows[2]["bytes"] < rows[4]["bytes"] < rows[1]["bytes"]
+    assert capsys.readouterr().out.count("corrupted") == 6
