@@ -24,8 +24,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from testtime import cli
+from testtime import METHODS, cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -90,9 +91,9 @@ def is_slow(page: Path) -> bool:
 
 
 def run_page(page: Path) -> dict[str, Any]:
-    """Run a document in the current folder; returns the names its Python defined."""
+    """Run a document in the current folder; returns the names its Python defined, and forgets methods that it added."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    with contextlib.ExitStack() as services:
+    with contextlib.ExitStack() as services, mock.patch.dict(METHODS):
         port = _find_port()
         for block in filter(_runs, read_blocks(page)):
             block = Block(block.page, block.line, block.language, block.mark, block.code.replace(_PORT, port))

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from command_line import TINY, Run, assert_tame
+
+from testtime.cli.commands import app
+from testtime.evaluation.method_specs import USUAL_METHODS, find_spec
 
 
 def test_the_same_options_find_the_default_folder_again(
@@ -28,6 +33,14 @@ def test_the_same_options_find_the_default_folder_again(
     assert folders[0].startswith("eval-")
     assert run(*evaluation, "--limit", "6")[0] == 0
     assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
+def test_the_help_names_methods_that_exist() -> None:
+    group: Any = typer.main.get_command(app)
+    (option,) = [one for one in group.commands["eval"].params if one.name == "methods"]
+    names = option.help.partition("Any of ")[2].partition(", …")[0].split(", ")
+    assert {*USUAL_METHODS, "auto"} <= {*names}
+    assert all(find_spec(name) is not None for name in names)
 
 
 def test_the_command_of_a_run_is_recorded_whatever_it_was(run: Run, network: Path, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from testtime.adaptation.methods import METHODS
 def test_every_method_is_listed_with_what_it_needs(run: Run) -> None:
     code, out, _ = run("methods")
     assert code == 0
-    lines = out.splitlines()[1:]
+    *lines, last = out.splitlines()[1:]
+    assert "auto" in last
     for (name, method), line, paper in zip(METHODS.items(), lines[::2], lines[1::2], strict=True):
         assert line.split()[:2] == [name, method.mode]
         assert all(need in line for need in method.needs)

@@ -107,6 +107,19 @@ def test_eval_takes_a_model_and_methods_without_a_branch(run: Run, model: str, t
             assert found == pytest.approx([record.loss_after for record in expected], rel=1e-5)
 
 
+@pytest.mark.parametrize("command", ["predict", "eval", "diagnose", "fit-branch"])
+def test_pictures_are_not_resized_to_a_size_that_is_unknown(
+    run: Run, model: str, pictures: Path, tmp_path: Path, command: str
+) -> None:
+    given = {"predict": [pictures, "--method", "tent"], "diagnose": ["--data", pictures]}
+    words = given.get(command, ["--data", pictures, "--out", tmp_path / "out"])
+    code, out, err = run(command, *words, "-m", model.replace("wrapped", "plain"), "--device", "cpu")
+    assert code in (1, 2)
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert "size is unknown" in err
+    assert "FUNCTION return tt.wrap(model, size=" in err
+
+
 DIAGNOSE = ["diagnose", "-c", "digits-resnet8-gn-joint", "--data", "digits"]
 
 

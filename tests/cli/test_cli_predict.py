@@ -150,6 +150,24 @@ def test_hidden_files_and_folders_that_end_like_pictures_are_skipped(tmp_path: P
     assert find_pictures([tmp_path / "._a.png"]) == [tmp_path / "._a.png"]  # named
 
 
+def test_a_folder_of_folders_is_refused_with_their_names(tmp_path: Path) -> None:
+    for name in ("ship", "cat", ".hidden"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+    with pytest.raises(DataError, match=r"only folders \(cat, ship\)"):
+        find_pictures([tmp_path / "photos"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"contains no images$"):
+        find_pictures([tmp_path / "empty"])
+
+
+def test_a_picture_that_does_not_exist_is_reported_and_left_out(run: Run, network: Path, pictures: Path) -> None:
+    files = [pictures / "0.png", pictures / "none.png", pictures / "1.png"]
+    code, out, err = run("predict", *files, "-c", network, "--steps", "0", "--json")
+    assert code == 1
+    assert [answer["image"] for answer in json.loads(out)["answers"]] == [str(files[0]), str(files[2])]
+    assert f"error: {files[1]}: no such file\n" in err
+
+
 def test_a_picture_is_cropped_to_its_central_square_and_converted_to_gray(tmp_path: Path) -> None:
     wide = Image.new("RGB", (48, 16), "red")
     wide.paste((0, 255, 0), (16, 0, 32, 16))  # the central square is green

@@ -94,8 +94,11 @@ def test_statistics_of_training_images_are_stored_with_the_network(run: Run, tmp
 def test_the_robust_recipe_and_held_out_images_are_recorded(run: Run, tmp_path: Path) -> None:
     extra = ["--recipe", "robust", "--consistency", "3", "--severity", "1.5", "--width", "2"]
     extra += ["--hold-out", "300", "--statistics", "20"]
-    code, _, err = run(*TINY, "--limit", "16", "--epochs", "1", *extra, "--out", tmp_path)
+    code, out, err = run(*TINY, "--limit", "16", "--epochs", "1", *extra, "--out", tmp_path)
     assert code == 0, err
+    for shown in (out, err, run("info", tmp_path / "network.safetensors")[1]):
+        assert re.search(r", held out \d", shown)
+        assert not re.search(r", test \d", shown)
     configuration = json.loads((tmp_path / "record.json").read_text())["configuration"]
     recipe = configuration["recipe"]
     assert (recipe["method"], recipe["consistency"], recipe["severity"]) == ("robust", 3, 1.5)

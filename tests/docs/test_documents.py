@@ -6,6 +6,7 @@ import json
 import re
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,6 +88,13 @@ def test_only_tables_are_generated_and_all_figures_shown() -> None:
 @pytest.mark.parametrize("code", CODE[1:])
 def test_the_readmes_code_runs(code: str) -> None:
     exec(compile(code, "README.md", "exec"), {})
+
+
+def test_the_readmes_model_has_what_tent_changes() -> None:
+    names: dict[str, Any] = {}
+    (code,) = [code for code in CODE if "tt.split(" in code]
+    exec(compile(code, "README.md", "exec"), names)
+    assert tt.Online(tt.wrap(names["model"]), method="tent").predict(names["images"][:8]).adapted.all()
 
 
 def test_the_readmes_first_code_shows_that_learning_helps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from protocol_runs import make_continual
 
 from report_runs import METHODS, make_benchmark, make_columns, make_run
 from testtime.corruptions import CORRUPTIONS
@@ -179,6 +180,12 @@ def test_what_cannot_be_reported_is_said_in_one_line(tmp_path: Path) -> None:
     fast = {"methods": {"fixed": {"steps": 1, "lr": 0.1}}, "network": {"norm": "group"}}
     with pytest.raises(ResultsError, match=r"fast: .*another fixed than .*one \(fixed.lr: 0.001"):
         collect([one, make_run(tmp_path / "fast", {("fixed", "digits", 0): make_columns([True] * 4)}, fast)])
+
+
+def test_a_run_with_a_protocol_is_refused_with_the_commands_that_help(tmp_path: Path) -> None:
+    run = make_continual(tmp_path / "run")
+    with pytest.raises(ResultsError, match=r"continual.*testtime eval.* without --protocol.*testtime report"):
+        collect([run])
 
 
 def test_sets_without_labels_are_left_out_with_a_word(tmp_path: Path) -> None:

@@ -103,10 +103,14 @@ def test_files_and_folders_are_found_in_order(tmp_path: Path) -> None:
     for name in ("b.png", "a.JPG", "c.txt"):
         (tmp_path / name).write_bytes(b"x")
     assert find_files([tmp_path, tmp_path / "c.txt"]) == [tmp_path / name for name in ("a.JPG", "b.png", "c.txt")]
+    assert find_files([tmp_path / "none"]) == [tmp_path / "none"]
     (tmp_path / "empty").mkdir()
-    for path, said in ((tmp_path / "empty", "contains no PNG"), (tmp_path / "none", "no such file")):
-        with pytest.raises(tt.FileError, match=said):
-            find_files([path])
+    with pytest.raises(tt.FileError, match=r"contains no PNG, JPEG or WebP files$"):
+        find_files([tmp_path / "empty"])
+    for name in ("ship", "cat", ".hidden"):
+        (tmp_path / "empty" / name).mkdir()
+    with pytest.raises(tt.FileError, match=r"only folders \(cat, ship\)"):
+        find_files([tmp_path / "empty"])
 
 
 def test_hidden_files_and_folders_that_end_like_pictures_are_skipped(tmp_path: Path) -> None:
@@ -141,7 +145,7 @@ def test_pictures_that_cannot_be_used_are_named_and_left_out(
     for name, content in bodies.items():
         (pictures / name).write_bytes(content)
     with open_client(tmp_path / "state", max_upload=5000) as (http, service):
-        for given in ([pictures], sorted(pictures.iterdir())):
+        for given, missing in (([pictures], []), ([*sorted(pictures.iterdir()), pictures / "6.png"], [6])):
             http.delete("/v1/streams/a")
             capsys.readouterr()
             assert cli.run(["send", str(http.base_url), *map(str, given), "--stream", "a", "--json"]) == 1
@@ -149,7 +153,9 @@ def test_pictures_that_cannot_be_used_are_named_and_left_out(
             answers = [json.loads(line) for line in out.splitlines()]
             assert [(Path(one["image"]).name, one["sequence"]) for one in answers] == [("1.png", 1), ("5.png", 2)]
             faults = [line for line in err.splitlines() if line.startswith("error: ")]
-            assert [fault.split(": ")[1] for fault in faults] == [str(pictures / f"{n}.png") for n in (0, 2, 3, 4)]
+            assert [fault.split(": ")[1] for fault in faults] == [
+                str(pictures / f"{number}.png") for number in (0, 2, 3, 4, *missing)
+            ]
             assert service.engine.residents.records["a"].seen == 2
 
 

@@ -17,13 +17,24 @@ from testtime.cli.console import (
     progress,
     report_skipped,
 )
-from testtime.cli.options import Checkpoint, Classes, DataRoot, Device, Json, OnBadImage, Weights, open_network
+from testtime.cli.options import MODELS, Classes, DataRoot, Device, Json, OnBadImage, Weights, open_network
 
 _ASK = (
     "a diagnosis is of one network: pass yours, e.g. -c RUN/network.safetensors, or a bundled one, "
     "e.g. -c cifar10-resnet26-gn-joint."
 )
 
+Network = Annotated[
+    str | None,
+    Option(
+        "--checkpoint",
+        "-c",
+        "--model",
+        "-m",
+        help=f"Network, required: a file, the name of a bundled one, or a model: {MODELS}.",
+        show_default=False,
+    ),
+]
 Data = Annotated[
     list[str], Option(help="A folder of images, or sets, e.g. digits-c/contrast/5 or digits-c/*/5. May be repeated.")
 ]
@@ -46,7 +57,7 @@ Out = Annotated[Path | None, Option(help="Folder for a page and the JSON documen
 def diagnose(
     context: typer.Context,
     data: Data,
-    checkpoint: Checkpoint = None,
+    checkpoint: Network = None,
     weights: Weights = None,
     classes: Classes = None,
     reference: ReferenceData = None,

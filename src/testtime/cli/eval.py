@@ -65,8 +65,8 @@ Matrix = Annotated[
 Methods = Annotated[
     str | None,
     Option(
-        help="Any of plain, fixed, episodic, online, best, tent, cotta, lame, the name of a network, or the methods of "
-        "the study.",
+        help="Any of plain, fixed, episodic, online, auto, best, tent, cotta, lame, … (see testtime methods), the name "
+        "of a network, or the methods of the study.",
         show_default="plain, fixed, episodic, online, as far as they have networks",
     ),
 ]
@@ -201,7 +201,8 @@ def evaluate(
     OUT has a file for each method, set and seed, written when it is finished.
     Run the same command again to resume after an interruption: finished files
     are not repeated. Settings that are not given are those that the network's
-    card recommends (see testtime info), and otherwise the paper's.
+    card recommends (see testtime info), and otherwise the paper's; for the
+    methods of a study (--matrix) the study's, and otherwise the paper's.
 
     Examples:
       testtime eval -c digits-resnet8-gn-joint --data digits-c --levels 5 \\

@@ -29,3 +29,4 @@ def methods(as_json: Json = False) -> None:
     for method in METHODS.values():
         echo(f"{method.name:9} {method.mode:9} {', '.join(method.needs) or '-':18} {method.summary}")
         echo(f"{'':38} {method.paper}")
+    echo("testtime eval also takes plain, fixed, episodic, online, and auto, which decides whether a stream learns.")

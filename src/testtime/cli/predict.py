@@ -72,8 +72,8 @@ def predict(
     adaptation, in percentage points. The seed and the content of a file, not its
     position, decide the augmentations. Settings that are not given are those that
     the network's card recommends (see testtime info), and otherwise the paper's.
-    An image that is unlike those the network was trained on is marked; many that
-    show something else are not. Unreadable image files are reported and left out;
+    Images unlike those of the training are marked; not every image of an unknown
+    class is. Image files that are missing or unreadable are reported and left out;
     the exit code is then 1.
 
     Examples:

@@ -40,7 +40,8 @@ Group = Annotated[
     int | None,
     Option(
         min=1,
-        help="Compute any number of streams as if there were so many: slower, but rounding does not depend on others.",
+        help="Pad every step to this many streams: slower, but answers are bit-identical whichever streams share the "
+        "step.",
         show_default="as few as there are",
         rich_help_panel=STREAMS,
     ),
@@ -264,7 +265,8 @@ def send(url: Url, images: Images, stream: StreamName, token_file: TokenFile = N
     """Send images to a service as one stream, in order, and print its answers.
 
     A request that fails is repeated; the service learns from every image once.
-    Unusable image files are reported and left out; the exit code is then 1.
+    Missing or unusable image files are reported and left out; the exit code is
+    then 1.
 
     Examples:
       testtime send http://127.0.0.1:8000 holiday/ --stream camera-7

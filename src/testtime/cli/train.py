@@ -251,8 +251,9 @@ def train(
         with _progress("train", first) as report:
             training.train_together(nets, setup.source, test=setup.test, recipe=setup.recipe, progress=report, **each)
     if first:
+        test = None if setup.test is None else setup.test.name
         for net, job in zip(nets, jobs, strict=True):
-            echo(f"{job.folder / 'network.safetensors'}: {training.format_epoch(net.card.record['epochs'][-1])}")
+            echo(f"{job.folder / 'network.safetensors'}: {training.format_epoch(net.card.record['epochs'][-1], test)}")
 
 
 class _Job(NamedTuple):

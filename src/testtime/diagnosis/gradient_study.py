@@ -85,15 +85,17 @@ def open_for(
         progress: Called while the images of a folder are checked, see `on_bad`.
 
     Raises:
-        ValueError: The set does not exist, or its classes differ from the network's.
+        ValueError: The set does not exist, its classes differ from the network's, or pictures would have to be resized
+            to a size that is unknown.
         DataError: The set is missing or damaged.
     """
     card, options = net.card, {}
     is_folder = families.is_folder(data)
-    if card.size is not None and (is_folder or families.find(data).sized):
-        options["size"] = card.size
+    family = families.find("folder" if is_folder else data)
+    if family.sized and (family.pictures or card.size is not None):
+        options["size"] = card.require_size()
     if not is_folder:
-        if families.find(data).is_subset and card.classes:
+        if family.is_subset and card.classes:
             options["classes"] = card.classes
         return datasets.open(data, root, **options)
     folder = Path(data).expanduser()

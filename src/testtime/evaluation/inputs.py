@@ -138,8 +138,9 @@ class Inputs:
         card = net.card
         family = families.FAMILIES.get("folder" if source.folder is not None else name.split("/", 1)[0])
         options: dict[str, Any] = {}
-        if family is not None and family.sized and card.size is not None:
-            options["size"] = card.size
+        resizes = family is not None and family.pictures and name not in self._sets
+        if family is not None and family.sized and (resizes or card.size is not None):
+            options["size"] = card.require_size()
         if family is not None and family.is_subset and card.classes:
             options["classes"] = card.classes
         if family is not None and family.pictures:

@@ -15,6 +15,7 @@ from testtime.adaptation.adapters import Adapter, Episodic, Online
 from testtime.adaptation.objectives import SelfSupervision
 from testtime.adaptation.prediction import Prediction
 from testtime.checks import is_number
+from testtime.data.held_out import find_source
 from testtime.data.pictures import SUFFIXES, fit_picture, to_gray
 from testtime.data.sets import DataError
 from testtime.evaluation.method_specs import MethodSpec
@@ -25,7 +26,7 @@ from testtime.networks.ynet import YNet
 from testtime.storage import error_text, printable
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_SHOWN = 20  # classes that are listed
+_SHOWN = 20  # classes, or folders, that are listed
 
 
 @dataclass(frozen=True)
@@ -79,26 +80,24 @@ def find_pictures(paths: Sequence[str | Path]) -> list[Path]:
     """Return the given files, and the images directly inside given folders, sorted by name, except hidden ones.
 
     Raises:
-        DataError: A path does not exist, or a folder contains no images.
+        DataError: A folder contains no images.
     """
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
             try:
-                inside = sorted(
-                    file
-                    for file in path.iterdir()
-                    if file.suffix.lower() in SUFFIXES and not file.name.startswith(".") and file.is_file()
-                )
+                entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+                inside = [file for file in entries if file.suffix.lower() in SUFFIXES and file.is_file()]
+                folders = [entry.name for entry in entries if entry.is_dir()]
             except OSError as error:
                 raise DataError(path, f"cannot be read ({error_text(error)})") from None
             if not inside:
-                raise DataError(path, "contains no images")
+                more = ", …" if len(folders) > _SHOWN else ""
+                names = f", only folders ({', '.join(folders[:_SHOWN])}{more}): name them" if folders else ""
+                raise DataError(path, f"contains no images{names}")
             found += inside
-        elif path.exists():
-            found.append(path)
         else:
-            raise DataError(path, "no such file")
+            found.append(path)  # reading it reports what is missing
     return found
 
 
@@ -117,9 +116,8 @@ def load_image(card: Card, picture: str | Path, channels: int | None = None) -> 
         ValueError: The card has no image size.
         DataError: The file is not an image, damaged or too large.
     """
-    if card.size is None:
-        raise ValueError("The network's image size is unknown; set it with net.describe(size=…) or wrap(…, size=…).")
-    image = fit_picture(picture, card.size, resize=card.size)
+    size = card.require_size()
+    image = fit_picture(picture, size, resize=size)
     if (channels or card.architecture.get("channels", 3)) == 1:
         image = to_gray(image)
     return image
@@ -277,6 +275,7 @@ def summarise(source: str | Path) -> dict[str, Any]:
         summary["training"] = {
             "recipe": _table(configuration.get("recipe")),
             "data": _table(configuration.get("data")),
+            "test": _table(configuration.get("test")),
             "epochs": len(epochs),
             "last": _table(epochs[-1]),
             "seconds": seconds if is_number(seconds) else None,
@@ -325,7 +324,8 @@ def format_summary(summary: dict[str, Any]) -> str:
         lines["training"] = "no record"
     else:
         recipe, data, last = (training[key] for key in ("recipe", "data", "last"))
-        test = f", test {_number(last, 'test_error', '.2%')}" if "test_error" in last else ""
+        label = "test" if find_source(str(training["test"].get("name"))) is None else "held out"
+        test = f", {label} {_number(last, 'test_error', '.2%')}" if "test_error" in last else ""
         lines["training"] = (
             f"{recipe.get('method', '?')}, {training['epochs']} epochs, batch {recipe.get('batch', '?')}, "
             f"lr {recipe.get('lr', '?')}, seed {recipe.get('seed', '?')}"

@@ -97,6 +97,19 @@ class Card:
         for settings in self.settings.values():
             _check_settings(settings, self.size)
 
+    def require_size(self) -> int:
+        """Return the side of the images, to which pictures are resized.
+
+        Raises:
+            ValueError: It is unknown.
+        """
+        if self.size is None:
+            raise ValueError(
+                "The network's image size is unknown: set it with net.describe(size=…), or with -m FILE.py:FUNCTION "
+                "let FUNCTION return tt.wrap(model, size=…, mean=…, std=…) or tt.split(…)."
+            )
+        return self.size
+
 
 @dataclass(frozen=True, eq=False)
 class Statistics:

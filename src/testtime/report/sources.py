@@ -89,7 +89,8 @@ def sort_units(runs: Sequence[Run]) -> tuple[RunUnits, list[str]]:
             arguments = [f"{name} {value}" for name, value in held.items() if name not in ("name", "hash")]
             title = ", ".join([str(held.get("name")), *arguments])
             fault = f"has the protocol {title} instead of reset without arguments"
-            raise ResultsError(run.path, fault, "report it with `compare`")
+            remedy = "run `testtime eval` again without --protocol and --batch, or compare it with `testtime report`"
+            raise ResultsError(run.path, fault, remedy)
     for first, other in itertools.combinations(runs, 2):
         check_norms(first, other)
         check_sets(first, other)

@@ -31,6 +31,7 @@ _AGAIN = (429, 502, 503, 504)
 _UNUSABLE = (400, 413, 415)  # bodies that are unreadable, too large or of another type
 _UNSAVED = 256  # requests held to be sent again
 _ARRAY = "application/x-npy"
+_SHOWN = 20  # folders that are listed
 
 
 class ServiceError(Exception):
@@ -315,23 +316,21 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     """Return the given files, and the pictures directly inside given folders, sorted by name, except hidden ones.
 
     Raises:
-        FileError: A path does not exist, or a folder has no pictures.
+        FileError: A folder has no pictures.
     """
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(
-                file
-                for file in path.iterdir()
-                if file.suffix.lower() in SUFFIXES and not file.name.startswith(".") and file.is_file()
-            )
+            entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+            inside = [file for file in entries if file.suffix.lower() in SUFFIXES and file.is_file()]
+            folders = [entry.name for entry in entries if entry.is_dir()]
             if not inside:
-                raise FileError(path, "contains no PNG, JPEG or WebP files")
+                more = ", …" if len(folders) > _SHOWN else ""
+                names = f", only folders ({', '.join(folders[:_SHOWN])}{more}): name them" if folders else ""
+                raise FileError(path, f"contains no PNG, JPEG or WebP files{names}")
             found += inside
-        elif path.exists():
-            found.append(path)
         else:
-            raise FileError(path, "no such file")
+            found.append(path)  # reading it reports what is missing
     return found
 
 

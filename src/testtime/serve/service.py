@@ -66,20 +66,19 @@ class Service:
         precision: Precision | None = None,
         leases: Leases | None = None,
     ) -> None:
-        if net.card.size is None:
-            raise ValueError("The network's image size is unknown; set it with net.describe(size=…).")
+        size = net.card.require_size()
         self.settings, self.metrics, self.events = settings, Metrics(), Events()
         channels = int(net.channels or net.card.architecture.get("channels", 3))
         self._declare()
         self.engine = Engine(net, method, settings, precision, self.metrics, self.events, leases)
-        self.decoder = Decoder(channels, net.card.size, settings.max_pixels)
+        self.decoder = Decoder(channels, size, settings.max_pixels)
         self.batcher = Batcher(self.engine, settings, self.metrics)
         self.rates, self._creators = Rates(settings.rate), dict[str, set[str]]()
         self.phase: Literal["starting", "ready", "stopping"] = "starting"
         self.started, self.fault = time.time(), ""
         self._net, self._reference, self._needs_reference = net, None, method.needs_branch
         self.about: dict[str, Any] = {"network": name, "method": method.name, "version": __version__}
-        self.about |= {"size": net.card.size, "channels": channels, "classes": list(net.card.classes)}
+        self.about |= {"size": size, "channels": channels, "classes": list(net.card.classes)}
         self.about |= {"shadow": settings.shadow, "slots": settings.slots, "holds_images": self.engine.holds_images}
         self.about |= {"thumbnails": settings.thumbnails, "reference_loss": None, "demo": None}
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from testtime import kernels, tasks
+from testtime.data.held_out import find_source
 from testtime.data.sets import TestSet
 from testtime.networks.statistics import collect
 from testtime.networks.ynet import YNet
@@ -249,7 +250,8 @@ def _train_epoch(
 ) -> list[dict[str, Any]]:
     """Train one epoch; returns the record entry of each run."""
     start, done, total = time.perf_counter(), epoch * trainer.steps, trainer.recipe.epochs * trainer.steps
-    text = _format_first([run.history[-1] for run in runs]) if runs[0].history else ""
+    name = None if test is None else test.description.get("name")
+    text = _format_first([run.history[-1] for run in runs], name) if runs[0].history else ""
     trainer.set_lr(trainer.recipe.lr_at(epoch))
     trainer.model.train()
     trainer.sums.zero_()
@@ -270,7 +272,7 @@ def _train_epoch(
         if len(runs) > 1:
             entry["together"] = len(runs)  # `seconds` is for all of them
     if progress is not None:
-        progress(done + trainer.steps, total, _format_first(entries))
+        progress(done + trainer.steps, total, _format_first(entries, name))
     return entries
 
 
@@ -316,12 +318,18 @@ def _errors(trainer: Trainer, pool: Pool) -> list[float]:
     return [count / pool.count for count in wrong.tolist()]
 
 
-def format_epoch(entry: dict[str, Any]) -> str:
-    """Format the record entry of an epoch as one line."""
-    test = f", test {entry['test_error']:.1%}" if "test_error" in entry else ""
-    return f"epoch {entry['epoch']}, loss {entry['loss']:.3f}, error {entry['train_error']:.1%}{test}"
+def format_epoch(entry: dict[str, Any], test: str | None = None) -> str:
+    """Format the record entry of an epoch as one line.
+
+    Args:
+        entry: The entry.
+        test: Name of the set that its `test_error` was measured on, if known.
+    """
+    label = "test" if test is None or find_source(test) is None else "held out"
+    error = f", {label} {entry['test_error']:.1%}" if "test_error" in entry else ""
+    return f"epoch {entry['epoch']}, loss {entry['loss']:.3f}, error {entry['train_error']:.1%}{error}"
 
 
-def _format_first(entries: Sequence[dict[str, Any]]) -> str:
+def _format_first(entries: Sequence[dict[str, Any]], test: str | None) -> str:
     others = f" (the first of {len(entries)})" if len(entries) > 1 else ""
-    return f"{format_epoch(entries[0])}{others}"
+    return f"{format_epoch(entries[0], test)}{others}"

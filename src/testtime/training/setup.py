@@ -170,10 +170,7 @@ def open_images(
         DataError: The data is missing or damaged.
     """
     check_on_bad(on_bad)
-    size = net.card.size
-    if size is None and data not in COUNTS:
-        raise ValueError(f"The network's card has no `size` for the pictures of {data}: net.describe(size=…) sets it.")
-    size = size or 0  # of pictures only
+    size = 0 if data in COUNTS else net.card.require_size()  # of pictures only
     crops = net.card.augment.get("name") == "resized-crop-flip"
     source, _ = _open_sets(data, root, size, round(size * 8 / 7) if crops else None, on_bad)
     return _Decoder(data == "imagenet", root, cache, on_bad, progress)(source)
