@@ -19,6 +19,7 @@ from testtime.serve import folder as folders
 from testtime.serve.folder import StateFolder
 from testtime.serve.record import StreamRecord
 from testtime.serve.refusal import Refusal
+from testtime.serve.writer import Entry
 from testtime.storage import FileError, FolderError
 
 IDENTITY = {"network": "a", "settings": "b"}
@@ -204,6 +205,17 @@ def test_an_expired_stream_that_cannot_be_deleted_is_tried_again(
         assert not list((tmp_path / "streams").iterdir())
 
 
+def test_a_state_that_failed_and_waits_again_can_be_dropped(tmp_path: Path) -> None:
+    with open_engine(tmp_path) as (engine, _):
+        writer = engine.residents.writer
+        entry = Entry("a", StreamRecord("a").describe(), {"x": torch.zeros(2)})
+        entry.done.set_result(False)  # as after a write that failed
+        with writer._disk:
+            writer.put(entry)
+            writer.drop("a")
+        assert writer.find("a") is None
+
+
 def test_a_disk_that_times_out_is_no_lost_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: Any) -> None:
         raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
@@ -235,5 +247,5 @@ def test_what_is_written_is_what_was_acknowledged(tmp_path: Path) -> None:
 def test_another_method_needs_another_folder(tmp_path: Path) -> None:
     make_service(tmp_path).stop()
     other = Method("ttt", "", "", settings={**METHOD.settings, "lr": 0.5}, needs=("branch",))
-    with pytest.raises(FileError, match="another settings"):
+    with pytest.raises(FileError, match=r"another settings \(lr: [0-9.]+ there, 0\.5 now\)"):
         make_service(tmp_path, method=other)

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from testtime.checks import check_format, is_table_of, is_text
+from testtime.provenance import format_difference
 from testtime.serve.lease import Leases, hash_stream
 from testtime.serve.record import StreamRecord
 from testtime.serve.stream_files import FORMAT, KEY, StreamFiles
@@ -151,8 +152,10 @@ class StateFolder:
                 raise FileError(path, "not the description of a state folder")
             check_format(path, found.get("format"), _FORMAT)
             for key, here in self._identity.items():
-                if found["identity"].get(key) != here:
-                    raise FileError(self.path, f"its streams have another {key}", "choose another --state")
+                there = found["identity"].get(key, "none")
+                if there != here:
+                    fault = f"its streams have another {key} ({format_difference(there, here)})"
+                    raise FileError(self.path, fault, "choose another --state")
         else:
             write_atomic(path, json.dumps({"format": _FORMAT, "identity": self._identity}, indent=1))
         (self.path / "streams").mkdir(exist_ok=True)

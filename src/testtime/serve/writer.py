@@ -108,7 +108,8 @@ class Writer:
             self._newest.pop(stream, None)
             self._failed.pop(stream, None)
         for entry in dropped:
-            entry.done.set_result(False)
+            if not entry.done.done():  # as of one that failed before and waits to be written again
+                entry.done.set_result(False)
 
     def close(self) -> bool:
         """Write what is waiting, once more what failed, and stop; returns whether everything was written."""
