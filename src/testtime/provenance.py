@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import distributed
 
+from testtime.checks import is_shallow, is_table
+from testtime.storage import parse_json
+
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return versions and hardware as JSON-compatible values."""
@@ -57,6 +60,15 @@ def find_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
+
+
+def format_difference(there: str, here: str) -> str:
+    """Describe the difference between two texts; of JSON objects, only the entries that differ."""
+    with contextlib.suppress(ValueError):
+        old, new = parse_json(there), parse_json(here)
+        if is_table(old) and is_table(new) and is_shallow(old) and (different := find_differences(old, new)):
+            return "; ".join(text[:200] for text in different)
+    return f"{there}, here {here}"
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

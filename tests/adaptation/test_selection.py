@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from adapters import COUNT, close, network, pictures, same, samples
 from models import sequential
-from testtime import METHODS, Adapter, Card, Episodic, Fixed, Method, Online, Settings, Streams, YNet, split
+from testtime import METHODS, Adapter, Card, Episodic, Fixed, Method, Online, Settings, Streams, YNet, split, wrap
 from testtime.adaptation import adapters
 from testtime.adaptation.objectives import Entropy
 from testtime.evaluation.method_specs import MethodSpec
@@ -95,6 +95,14 @@ def test_a_selection_of_nothing_is_refused_with_names(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"none has `requires_grad`.*requires_grad_\(True\)"):
         kind(network().requires_grad_(False))
     Fixed(network().requires_grad_(False)).predict(pictures())
+
+
+@pytest.mark.parametrize("update", ["norm", "norm-early"])
+def test_a_model_without_normalisation_layers_is_named_with_a_choice_that_works(update: Any) -> None:
+    net = wrap(nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)))
+    with pytest.raises(ValueError, match=r"`update`.*no normalisation layers.*update=\"encoder\""):
+        Online(net, method="tent", update=update)
+    assert moved(net, Online(net, method="tent", update="encoder", lr=0.05)) == names(net, "encoder")
 
 
 @pytest.mark.parametrize("wrong", [[], [""], [3], "encoder.*", 7, None])
@@ -309,3 +317,18 @@ def test_an_untrained_branch_warns_unless_nothing_learns_from_it() -> None:
         Online(net, method="tent")
         Online(YNet(net.encoder, net.classifier, net.ssl, net.card))  # trained elsewhere, for all that is known
         Online(net.describe(record={"branch": {"error": 0.1}}))
+
+
+@pytest.mark.parametrize("method", ["plain", "alp"])
+def test_a_branch_that_the_training_did_not_include_warns(method: str) -> None:
+    record: dict[str, Any] = {"configuration": {"recipe": {"method": method}}}
+    net = network().describe(record=record)
+    with pytest.warns(UserWarning, match="branch is not trained"):
+        Online(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Fixed(net)
+        Online(net, steps=0)
+        Episodic(net, method="memo")
+        Online(net.describe(record=record | {"branch": {"error": 0.1}}))
+        Online(net.describe(record={"configuration": {"recipe": {"method": "joint"}}}))

@@ -17,6 +17,7 @@ from adapters import COUNT, NAN, network, pictures, same
 from testtime import (
     Episodic,
     Online,
+    Rotation,
     Settings,
 )
 from testtime.adaptation.methods import METHODS
@@ -33,6 +34,11 @@ from testtime.adaptation.streams import Streams
         ({"threshold": 1.5}, r"`threshold` must be in \[0, 1\], got 1.5"),
         ({"threshold": 0.5, "measure_loss": False}, "`threshold` must be 1 if `measure_loss` is false, got 0.5"),
         ({"guard": 0.0}, "`guard` must be positive"),
+        ({"guard": "source"}, "`guard` must be positive.*, or a Guard, got 'source'"),
+        ({"task": "rotation"}, r"`task` must be a Task such as tt.Rotation\(\), got 'rotation'"),
+        ({"task": Rotation}, "`task` must be a Task .*, got <class"),
+        ({"optimizer": "sgd"}, "`optimizer` must be a torch.optim class .*, got 'sgd'"),
+        ({"augment": "crop-flip"}, r"`augment` must be .*tt.CropFlip\(\), got 'crop-flip'"),
         ({"update": "head"}, "`update` must be one of .*, got 'head'"),
         ({"share": "world"}, "`share` must be one of image, batch, got 'world'"),
         ({"precision": "fp8"}, "`precision` must be one of fp32, tf32, bf16, got 'fp8'"),

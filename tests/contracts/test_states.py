@@ -200,6 +200,12 @@ def test_what_is_no_file_is_refused(what: str, tmp_path: Path) -> None:
         used("online").load(f"{path}\0" if what == "a null byte" else path)
 
 
+def test_a_network_is_refused_by_name(tmp_path: Path) -> None:
+    NET.save(tmp_path / "net")
+    with pytest.raises(FileError, match=r"net: a network, .*tt\.load"):
+        used("online").load(tmp_path / "net")
+
+
 @pytest.mark.parametrize("count", [-1, None])
 def test_a_count_of_updates_that_is_none_is_refused(count: int | None, tmp_path: Path) -> None:
     def make() -> tt.Adapter:

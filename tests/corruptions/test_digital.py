@@ -5,6 +5,9 @@ from __future__ import annotations
 import colorsys
 import io
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -94,6 +97,31 @@ def test_jpeg_compression_is_pillows(channels: int):
         Image.fromarray(image if channels == 3 else image[..., 0]).save(buffer, "JPEG", quality=58)
         expected = np.asarray(Image.open(buffer)).reshape(image.shape)
         np.testing.assert_array_equal(ours, expected)
+
+
+PROGRAM = """
+import os, signal, torch
+from testtime.corruptions import digital
+torch.set_num_threads(1)
+images = torch.full((2, 3, 96, 96), 100.0)
+
+def run():
+    return int(digital.jpeg_compression(images, 50).shape[0])
+
+assert run() == 2
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    os._exit(run())
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_large_images_are_compressed_after_a_fork():
+    own = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, env=own)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("scale", ["cifar", "imagenet"])

@@ -343,6 +343,11 @@ def test_bad_arguments_are_named(options: dict[str, Any], message: str, net: tt.
         diagnose(net, tt.data.open("digits"), **options)
 
 
+def test_an_adapter_is_no_network(net: tt.YNet) -> None:
+    with pytest.raises(TypeError, match=r"`net` must be a YNet.*, got Online"):
+        diagnose(tt.Online(net), tt.data.open("digits"))  # type: ignore[arg-type]
+
+
 def test_sets_that_do_not_fit_are_refused(net: tt.YNet) -> None:
     with pytest.raises(ValueError, match="few has 3 images; a diagnosis needs at least 32"):
         diagnose(net, make_set("few", digits()[0][:3]))
@@ -388,6 +393,8 @@ def test_the_command_says_it_in_words(capsys: pytest.CaptureFixture[str]) -> Non
 def test_it_asks_for_the_network(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["diagnose", "--data", "digits"]) == 2
     assert "-c " in capsys.readouterr().err
+    assert run_command(["diagnose", "--help"]) == 0
+    assert "[default: (bundled)]" not in capsys.readouterr().out
 
 
 def test_the_command_gives_json_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,6 +166,11 @@ def test_bad_arguments_are_refused_at_the_call(
         evaluate(Fixed(net), pictures, **wrong)  # not iterated: the call itself refuses
 
 
+def test_a_network_is_no_adapter(net: YNet, pictures: TensorSet) -> None:
+    with pytest.raises(TypeError, match=r"`adapter` .*tt\.Fixed\(net\), got YNet"):
+        evaluate(net, pictures)  # type: ignore[arg-type]
+
+
 def test_a_set_that_tests_order_is_not_shuffled(net: YNet, pictures: TensorSet) -> None:
     drifting = TensorSet("drifting", pictures.images(slice(None)), pictures.labels, pictures.classes)
     drifting.ordered = True

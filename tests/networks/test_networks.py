@@ -134,6 +134,8 @@ def test_describe_changes_the_card_but_not_the_arithmetic() -> None:
     assert net.card.record == {"epochs": 3}
     with pytest.raises(ValueError, match="`mean` is fixed when a network is built"):
         net.describe(mean=(0.0, 0.0, 0.0))
+    with pytest.raises(ValueError, match=r"`tsk` is not a field of the card \(.*task.*\), got 1"):
+        net.describe(tsk=1)
 
 
 # Checkpoints

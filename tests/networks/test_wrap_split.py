@@ -232,6 +232,37 @@ def test_a_model_that_cannot_be_traced_is_split(awkward: Awkward, at: str | None
     assert set(vars(awkward)) == attributes
 
 
+class InPlace(nn.Module):
+    """Changes the output of its first layer in place, by a layer or a function."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.stem, self.relu = nn.Conv2d(3, 8, 3), nn.LeakyReLU(0.1, inplace=True)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.how == "not traced" and images.shape[-1] < 4:
+            raise ValueError("too small")
+        x = self.stem(images)
+        x = F.leaky_relu(x, 0.1, inplace=True) if self.how == "function" else self.relu(x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("how", ["layer", "function", "not traced"])
+def test_no_branch_changes_the_features_that_the_other_one_reads(how: str) -> None:
+    model = InPlace(how).eval()
+    net = split(model, "stem", size=16)
+    assert isinstance(net.encoder, Front) == (how == "not traced")
+    with torch.no_grad():
+        features = net.encode(pictures(4))
+        given = features.clone()
+        assert torch.allclose(net.classify(features), model(pictures(4)), atol=1e-6)
+        net.supervise(features)
+    assert (given < 0).any()
+    assert torch.equal(features, given)
+
+
 def test_every_parameter_that_is_used_belongs_to_one_part(awkward: Awkward) -> None:
     net = split(awkward, "blocks.1", size=16)
     parts = [

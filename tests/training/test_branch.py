@@ -130,6 +130,18 @@ def test_it_is_the_loop_written_out(norm: str, joint: bool, optimizer: Any) -> N
     assert recorded == pytest.approx([sum(losses[start : start + 3]) / 3 for start in (0, 3, 6)], rel=1e-5)
 
 
+@pytest.mark.parametrize("joint", [False, True])
+def test_layers_that_work_in_place_train_as_others_do(joint: bool) -> None:
+    def build(inplace: bool) -> YNet:
+        net = small_net()
+        # What reads the leaf: the encoder, or the branch.
+        part(net, "encoder" if joint else "ssl").insert(0, nn.LeakyReLU(0.1, inplace=inplace))
+        return net
+
+    fitted = [fit_branch(build(inplace), IMAGES, **SHORT, joint=joint) for inplace in (False, True)]
+    assert_same(weights(fitted[1]), weights(fitted[0]))
+
+
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_encoder_classifier_and_predictions_stay_bit_identical(norm: Any) -> None:
     for net in (small_net(norm), resnet26(3, depth=8, channels=1, size=8, norm=norm)):
@@ -511,7 +523,7 @@ def test_other_kinds_of_images_and_networks_are_refused() -> None:
         fit_branch(bare, IMAGES, hold_out=0, start="copy")
     unsized = resnet26(3, depth=8)
     unsized.describe(size=None)
-    with pytest.raises(ValueError, match="no `size`"):
+    with pytest.raises(ValueError, match="size is unknown"):
         fit_branch(unsized, "pictures")
 
 

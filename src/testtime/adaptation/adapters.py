@@ -263,7 +263,9 @@ class Episodic(Adapter):
             self.parallel = 1
 
     def _predict(self, images: Tensor, samples: Tensor) -> Prediction:
-        prediction = self._unadapted(images)
+        # With threshold 1, everything measured here is overwritten.
+        alone = self.settings.threshold < 1 and self._is_single(images)
+        prediction = self._unadapted(images, alone)
         wanted = gate(prediction.confidence, self.settings.threshold).nonzero().flatten()
         if self.settings.steps == 0 or len(wanted) == 0:
             return prediction

@@ -14,6 +14,7 @@ from testtime.checks import format_value
 from testtime.networks.batch_norms import Statistics
 from testtime.networks.replicas import PARTS, Part
 from testtime.networks.stacked_norms import NORMS
+from testtime.networks.task_loss import find_entry
 from testtime.networks.ynet import YNet
 
 _SHOWN = 8  # names in a message
@@ -42,6 +43,11 @@ def select_parameters(net: YNet, update: Update) -> list[str]:
         chosen = [name for name in free if name.split(".")[0] in _PARTS[update]]
         if update in ("norm", "norm-early"):
             norms = set(_list_norms(net))
+            if not norms:
+                raise ValueError(
+                    f"`update` is {format_value(update)}, but the network has no normalisation layers with parameters: "
+                    'update="encoder" adapts all layers of the encoder.'
+                )
             chosen = [name for name in chosen if name in norms]
         if update == "norm-early":
             chosen = _leave_out_last(chosen)
@@ -148,9 +154,12 @@ def warn_about_statistics(net: YNet, settings: Settings) -> None:
 
 
 def warn_about_branch(net: YNet) -> None:
-    """Warn if the self-supervised branch of a split model was never trained."""
-    unknown = not net.card.architecture and not net.card.record.keys() & {"configuration", "branch"}
-    if unknown and getattr(net, "cut", None):  # others may have been trained elsewhere
+    """Warn if the self-supervised branch was never trained: of a split model, or by a method without the task."""
+    record = net.card.record
+    unknown = not net.card.architecture and not record.keys() & {"configuration", "branch"}
+    split = unknown and getattr(net, "cut", None)  # others may have been trained elsewhere
+    method = find_entry(record, "configuration", "recipe", "method")
+    if split or (method in ("plain", "alp") and "branch" not in record):
         warnings.warn("The self-supervised branch is not trained: tt.fit_branch(net, images).", stacklevel=4)
 
 

@@ -87,8 +87,23 @@ class Settings:
             raise ValueError(f"`threshold` must be in [0, 1], got {self.threshold}.")
         if self.threshold < 1 and not self.measure_loss:
             raise ValueError(f"`threshold` must be 1 if `measure_loss` is false, got {self.threshold}.")
-        if not isinstance(self.guard, Guard) and not self.guard > 0:
-            raise ValueError(f"`guard` must be positive (infinity allows any finite rise), got {self.guard}.")
+        if not isinstance(self.guard, Guard) and not (isinstance(self.guard, int | float) and self.guard > 0):
+            raise ValueError(
+                "`guard` must be positive (infinity allows any finite rise), or a Guard, got "
+                f"{format_value(self.guard)}."
+            )
+        if not callable(self.optimizer):
+            raise ValueError(
+                "`optimizer` must be a torch.optim class such as torch.optim.SGD, or a callable, got "
+                f"{format_value(self.optimizer)}."
+            )
+        # `Task` is a protocol: tasks of users need not derive from it. A class is not a task yet.
+        if self.task is not None and (isinstance(self.task, type) or not hasattr(self.task, "probe")):
+            raise ValueError(f"`task` must be a Task such as tt.Rotation(), got {format_value(self.task)}.")
+        if self.augment is not None and not callable(self.augment):
+            raise ValueError(
+                f"`augment` must be an augmentation such as tt.CropFlip(), got {format_value(self.augment)}."
+            )
         if self.resets != "never" and not is_integer(self.resets, 1):
             raise ValueError(f'`resets` must be "never" or an integer of at least 1, got {format_value(self.resets)}.')
         if not is_table_of(is_number)(self.constants):

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from testtime.adaptation.learner import Learner
 from testtime.adaptation.replica_store import ReplicaStore
 from testtime.checks import check_format
+from testtime.networks.card import KEY
 from testtime.networks.ynet import YNet
+from testtime.provenance import format_difference
 from testtime.storage import FileError
-from testtime.tensorfile import pack_text, read_tensors, unpack_text, write_tensors
+from testtime.tensorfile import pack_text, read_description, read_tensors, unpack_text, write_tensors
 
 _KEY = "testtime-adapter"
 _FORMAT = 1
@@ -114,7 +116,12 @@ class Stateful(nn.Module):
         Raises:
             FileError: The file cannot be read or does not match this adapter; nothing was changed.
         """
-        about, state = read_tensors(path, _KEY)
+        try:
+            about, state = read_tensors(path, _KEY)
+        except FileError:
+            if _is_network(path):
+                raise FileError(path, "a network, not the state of an adapter", "tt.load reads it") from None
+            raise
         if about is not None:
             check_format(path, about.get("format"), _FORMAT)
         try:
@@ -152,6 +159,14 @@ class Stateful(nn.Module):
     def _make_learner(self, shape: tuple[int, ...]) -> Learner | ReplicaStore:
         """Return a learner for images of shape (C, H, W)."""
         raise ValueError(f"{type(self).__name__} has no state.")
+
+
+def _is_network(path: str | Path) -> bool:
+    """Whether a file has the description of a network."""
+    try:
+        return read_description(path, KEY) is not None
+    except FileError:
+        return False
 
 
 def _load_learner(
@@ -211,7 +226,7 @@ def check_state(state: Mapping[str, Tensor], identity: Mapping[str, str], net: Y
             raise ValueError(f"not an adapter's state: {key!r} is missing.")
         there = unpack_text(state[key])
         if there != here:
-            raise ValueError(f"the state was saved with another {key}: {there}, here {here}.")
+            raise ValueError(f"the state was saved with another {key}: {format_difference(there, here)}.")
     counts = read_numbers(state, "counts", 3).tolist()
     if counts[1] + counts[2] > counts[0]:
         raise ValueError(f"not an adapter's state: it counts fewer images seen than learned from, {counts}.")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import math
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -187,6 +189,10 @@ _THREADED_VALUES = 1 << 14
 def _threads() -> ThreadPoolExecutor:
     count = count_cpus()
     return ThreadPoolExecutor(max(1, min(16, count)), thread_name_prefix="jpeg")
+
+
+with contextlib.suppress(AttributeError):  # not on Windows
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # a fork has none of the threads
 
 
 def _jpeg_block(pictures: np.ndarray, quality: int) -> None:

@@ -88,8 +88,11 @@ def diagnose(
         progress: Called with the images done, their total, and the set's name.
 
     Raises:
+        TypeError: `net` is not a `YNet`.
         ValueError: There are too few images, an argument is out of range, or the images do not match the network.
     """
+    if not isinstance(net, YNet):
+        raise TypeError(f"`net` must be a YNet, the network rather than an adapter of it, got {type(net).__name__}.")
     for name, value in (("limit", limit), ("trial", trial)):
         if value < _LEAST:
             raise ValueError(f"`{name}` must be at least {_LEAST}, got {value}.")

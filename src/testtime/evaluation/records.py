@@ -132,10 +132,12 @@ def evaluate(
         A `Record` per image.
 
     Raises:
-        TypeError: `test_set` is neither a set nor an iterable of batches.
+        TypeError: `adapter` cannot predict, or `test_set` is neither a set nor an iterable of batches.
         ValueError: An argument is out of range, or `shuffle` is set for a test set with a fixed order. Raised when
             `evaluate` is called, not on the first iteration. While iterating: a batch is malformed.
     """
+    if not hasattr(adapter, "predict"):
+        raise TypeError(f"`adapter` must be an adapter such as tt.Fixed(net), got {type(adapter).__name__}.")
     if batch < 1:
         raise ValueError(f"`batch` must be at least 1, got {batch}.")
     if limit is not None and limit < 0:

@@ -195,6 +195,13 @@ def replace_layers(model: nn.Module, others: Mapping[str, nn.Module]) -> None:
                 module._modules[name] = wanted[id(child)]
 
 
+def disable_inplace(part: nn.Module) -> None:
+    """Make the layers of a part return new tensors, since other parts read the same features."""
+    for module in part.modules():
+        if getattr(module, "inplace", None) is True:
+            module.inplace = False  # type: ignore[assignment]
+
+
 def make_constants(model: nn.Module, used: Iterable[str]) -> None:
     """Make the parameters that a part does not depend on non-persistent buffers, so that only the others are its own.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from testtime.networks.outputs import run
-from testtime.networks.parts import Back, Front, Stub, Template, make_constants, replace_layers
+from testtime.networks.parts import Back, Front, Stub, Template, disable_inplace, make_constants, replace_layers
 
 _GOAL = 2 / 3
 """Share of the layers before the cut that is chosen."""
@@ -137,6 +137,7 @@ class Recording:
         }
         replace_layers(back, stubs)
         make_constants(back, found.back)
+        disable_inplace(back)
         return Front(front, at), Back(back, self.image, template.shapes[0].sides[1:], self.outputs)
 
     def _list_layers(self) -> list[str]:

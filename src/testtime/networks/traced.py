@@ -7,6 +7,8 @@ import operator
 
 from torch import fx, nn
 
+from testtime.networks.parts import disable_inplace
+
 
 class Trace:
     """The graph of a model and the layers after which it can be cut.
@@ -53,7 +55,11 @@ class Trace:
         for node in self.graph.nodes:
             if node.op == "get_attr" or (node > end and node not in copied):
                 copied[node] = back.node_copy(node, lambda old: copied[old])
-        return _extract(model, front), _extract(model, back)
+                if copied[node].kwargs.get("inplace"):
+                    copied[node].update_kwarg("inplace", False)
+        encoder, classifier = _extract(model, front), _extract(model, back)
+        disable_inplace(classifier)
+        return encoder, classifier
 
 
 class _Tracer(fx.Tracer):

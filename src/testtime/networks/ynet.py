@@ -12,7 +12,7 @@ wrap.py makes them from other models.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from torch.nn.parameter import is_lazy
 from testtime.networks.card import FLOATS, FORMAT, KEY, STATISTICS, Card, Statistics, check_plain
 from testtime.tasks import Task
 from testtime.tensorfile import write_tensors
+
+_FIXED = ("architecture", "mean", "std")
+_CHANGEABLE = tuple(field.name for field in fields(Card) if field.name not in _FIXED)
 
 
 class YNet(nn.Module):
@@ -152,11 +155,14 @@ class YNet(nn.Module):
             **changes: `classes`, `size`, `task`, `augment`, `record` or `settings`.
 
         Raises:
-            ValueError: A field cannot be changed, is of the wrong type, or does not fit the network.
+            ValueError: A field is unknown, cannot be changed, is of the wrong type, or does not fit the network.
         """
-        fixed = {"mean", "std", "architecture"} & changes.keys()
+        fixed = set(_FIXED) & changes.keys()
         if fixed:
             raise ValueError(f"`{sorted(fixed)[0]}` is fixed when a network is built and cannot be changed.")
+        for name, value in changes.items():
+            if name not in _CHANGEABLE:
+                raise ValueError(f"`{name}` is not a field of the card ({', '.join(_CHANGEABLE)}), got {value!r}.")
         card = replace(self.card, **changes)
         self.check_card(card)
         self.card = card

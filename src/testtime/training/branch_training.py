@@ -175,18 +175,21 @@ class BranchTraining:
         return torch.stack(found)
 
     def _encode(self, views: Tensor, leaves: list[Tensor]) -> Tensor:
-        """Return features of views `(N, C, H, W)`; adds the leaf that they depend on, if it needs a gradient."""
+        """Return features of views `(N, C, H, W)`; adds the leaf that they depend on, if it needs a gradient.
+
+        Layers get a copy of the leaf, which must not be modified in place.
+        """
         if isinstance(self.model, Replicated):
             with torch.set_grad_enabled(self.recipe.joint):
                 return self.model.encode(views)
         pixels = self.net.normalise(views)
         if self.recipe.joint:
             leaves.append(pixels.requires_grad_())
-            return self.net.encoder(pixels)
+            return self.net.encoder(pixels.clone())
         with torch.no_grad():
             features = self.net.encoder(pixels)
         leaves.append(features.detach().requires_grad_())
-        return leaves[0]
+        return leaves[0].clone()
 
     def _distil(self, features: Tensor, images: Tensor) -> Tensor:
         """Return the mean cross-entropy to the original network's class probabilities, of images `(B, C, H, W)`."""
