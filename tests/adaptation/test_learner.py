@@ -190,6 +190,18 @@ def test_values_that_were_never_finite_do_not_count() -> None:
     assert learner.is_finite().tolist() == [True, True, False, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masks_of_the_lowest_number_are_finite(dtype: torch.dtype) -> None:
+    net = network("resnet26")
+    lowest = torch.finfo(dtype).min
+    net.encoder.register_buffer("mask", torch.tensor([[0.0, lowest], [lowest, lowest]], dtype=dtype))
+    learner = make_learner(net, statistics="source")
+    assert learner.is_finite().tolist() == [True] * COUNT
+    learner.replicas.tensors["encoder.mask"][1, 0, 0] = float("nan")  # was 0
+    learner.replicas.packed.numbers[2, 0] = float("inf")
+    assert learner.is_finite().tolist() == [True, False, False, True]
+
+
 def test_a_state_may_be_not_finite_only_where_the_network_is() -> None:
     net = network("resnet26")
     net.encoder.register_buffer("mask", torch.tensor([0.0, float("-inf")]))

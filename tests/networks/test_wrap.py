@@ -110,6 +110,56 @@ def test_parameters_and_buffers_stay_what_they_were() -> None:
     assert "encoder.scale" not in net.state_dict()
 
 
+class Counting(Residual):
+    """Changes buffers in evaluation mode too; one of them is a cache, filled by the first pass."""
+
+    count: Tensor
+    mean: Tensor
+    ramp: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("ramp", torch.zeros(1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.count = self.count + 1
+        if not torch.jit.is_tracing() and len(self.ramp) != images.shape[-1]:
+            self.ramp = torch.linspace(0, 1, images.shape[-1])
+        x = self.norm(self.stem(images * self.ramp))
+        self.mean.lerp_(x.detach().mean((0, 2, 3)), 0.1)
+        return self.head(self.top(x - self.mean[:, None, None]).mean((2, 3)))
+
+
+@pytest.mark.parametrize(("make", "branch"), [(wrap, None), (split, "copy"), (split, "head")])
+def test_trying_a_model_leaves_its_buffers_as_they_were(make: Any, branch: str | None) -> None:
+    given = {} if branch is None else {"at": "norm", "branch": branch}
+    net = make(Counting(), size=16, **given)
+    expected = {"count": torch.tensor(0), "mean": torch.zeros(8), "ramp": torch.linspace(0, 1, 16)}
+    parts = nn.ModuleList(part for part in (net.encoder, net.classifier, net.ssl) if part is not None)
+    found = [(name.rpartition(".")[2], buffer) for name, buffer in parts.named_buffers()]
+    assert expected.keys() <= {last for last, _ in found}
+    assert all(torch.equal(buffer, expected[last]) for last, buffer in found if last in expected)
+
+
+@pytest.mark.parametrize("make", [wrap, split])
+def test_integer_parameters_become_buffers(make: Any) -> None:
+    class Permuted(Residual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.order = nn.Parameter(torch.arange(7, -1, -1), requires_grad=False)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.head(self.top(self.norm(self.stem(images))[:, self.order]).mean((2, 3)))
+
+    model = Permuted().eval()
+    net = make(model, size=16)
+    assert torch.equal(net(pictures(4)), model(pictures(4)))
+    assert all(parameter.is_floating_point() for parameter in net.parameters())
+    assert {name.rpartition(".")[2] for name in net.state_dict()} >= {"order"}
+
+
 # Models that are refused
 
 
@@ -119,6 +169,7 @@ def test_parameters_and_buffers_stay_what_they_were() -> None:
     [
         (lambda: Residual().double(), r"float64.*model\.float\(\)"),
         (lambda: Residual().to("meta"), "meta"),
+        (lambda: nn.Conv2d(3, 10, 3, dtype=torch.complex64), "view_as_real"),
         (lambda: nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten()), "lazy"),
         (lambda: nn.Sequential(nn.Conv2d(3, 10, 3)), r"logits \(N, K\), got torch.float32 of shape \(3, 10, 62, 62\)"),
         (
@@ -278,6 +329,7 @@ def test_an_unknown_normalisation_is_named_once(caplog: pytest.LogCaptureFixture
             split(Residual())
     (record,) = caplog.records
     assert "mean=" in record.getMessage()
+    assert "FUNCTION" in record.getMessage()
     assert "\n" not in record.getMessage()
 
 

@@ -31,7 +31,8 @@ class PlainPart(nn.Module):
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
-        self.inner = module.to(dtype)
+        # Not `to`, which drops the imaginary part of complex buffers.
+        self.inner = module._apply(lambda tensor: _cast(tensor, dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) == 1:
@@ -68,6 +69,10 @@ class StackedPart(nn.Module):
             return self.inner(_join(x)).unflatten(0, x.shape[:2])
 
 
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 def _join(x: Tensor) -> Tensor:
     x = x.flatten(0, 1)  # (S, B, ...) → (S·B, ...)
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
@@ -78,6 +83,10 @@ class DirectPart(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
+        self.channels_last = any(  # before stacking, since reading a parametrized weight computes it
+            kernels.prefers_channels_last(layer.weight.device, layer.groups) for layer in convolutions
+        )
         self.inner = _stack_tensors(module, 1)
         self._parameters_of: list[tuple[dict[str, Any], str, Tensor, bool]] = []
         self._buffers_of: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -89,16 +98,12 @@ class DirectPart(nn.Module):
             self._buffers_of += [(layer._buffers, name, tensor) for name, tensor in held]
             if isinstance(layer, nn.GroupNorm):
                 layer.register_forward_pre_hook(_make_contiguous)
-        convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
-        self.channels_last = any(
-            kernels.prefers_channels_last(layer.weight.device, layer.groups) for layer in convolutions
-        )
         self._caching = _find_caching(module)
 
     def forward(self, x: Tensor) -> Tensor:
         _clear_caches(self._caching)
         casts = (casts for *_, casts in self._parameters_of)
-        given = [row.to(x.dtype) if cast else row for row, cast in zip(self.list_rows(), casts, strict=True)]
+        given = [_cast(row, x.dtype) if cast else row for row, cast in zip(self.list_rows(), casts, strict=True)]
         with self.bind(given):
             return self.run(x.squeeze(0)).unsqueeze(0)  # (1, B, ...) → (B, ...) → (1, B, ...)
 
@@ -187,7 +192,7 @@ class MappedPart(nn.Module):
         for owner, module in self.inner.named_modules():
             is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # always computes in float32
             for name, tensor in module.named_parameters(recurse=False):
-                state[f"{owner}.{name}" if owner else name] = tensor if is_norm else tensor.to(x.dtype)
+                state[f"{owner}.{name}" if owner else name] = tensor if is_norm else _cast(tensor, x.dtype)
 
         def one(tensors: dict[str, Tensor], batch: Tensor) -> Tensor:
             return functional_call(self.template[0], tensors, batch)
@@ -262,6 +267,15 @@ def _check_mapped(module: nn.Module, inputs: Tensor, name: str) -> None:
         ) from error
 
 
+def _vary(parameter: Tensor) -> Tensor:
+    """Return other values of a parameter: each by a factor of its own, which no norm removes, and none zero."""
+    if not parameter.is_floating_point():
+        return parameter
+    waves = torch.arange(parameter.numel(), dtype=torch.float32, device=parameter.device).mul(2.4).cos() / 4
+    waves = waves.view(parameter.shape)
+    return torch.where(parameter == 0, waves, parameter * (0.75 - waves))
+
+
 @torch.no_grad()
 def _find_difference(module: nn.Module, inputs: Tensor, count: int) -> str | None:
     """Return how the stacked form of `count` replicas, 1 or 2, differs from the module; None if it does not.
@@ -272,8 +286,9 @@ def _find_difference(module: nn.Module, inputs: Tensor, count: int) -> str | Non
     other = copy.deepcopy(module)
     if count == 2:
         for name, parameter in stacked.inner.named_parameters():
-            parameter[1].mul_(0.5)  # different, but numerically stable
-            other.get_parameter(name).mul_(0.5)
+            changed = _vary(parameter[1])
+            parameter[1].copy_(changed)
+            other.get_parameter(name).copy_(changed)
     second = inputs.flip(0) * 0.5 + 0.25
     try:
         # So that rounding does not count as a difference.

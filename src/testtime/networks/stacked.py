@@ -184,6 +184,7 @@ _STACKED: dict[type[nn.Module], Callable[..., nn.Module]] = {
 
 
 _KNOWN = tuple(_STACKED)
+_PARAMETERS = frozenset({"weight", "bias", "in_proj_weight", "in_proj_bias"})
 _OWN = (GroupNormReLU, BatchNormReLU, AddingConv2d, PreActivationBlock, ZeroPadShortcut)
 _LEAST_SHARE = 0.2  # of the multiplications: with less, stacked layers cost what the kernels gain
 
@@ -215,6 +216,8 @@ def find_unknown_layer(module: nn.Module) -> str | None:
 
 def _find_form(layer: nn.Module) -> Callable[..., nn.Module] | None:
     """Return the stacked form of a layer; None if there is none."""
+    if not _PARAMETERS.issuperset(name for name, _ in layer.named_parameters(recurse=False)):
+        return None  # a hook computes the weight, as that of torch.nn.utils.spectral_norm
     if type(layer) not in _STACKED and isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1:
         return next((form for form in (LayerNorm, ChannelNorm) if _is_like(layer, form)), None)
     return _STACKED.get(type(layer))

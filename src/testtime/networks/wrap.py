@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -68,9 +69,8 @@ def wrap(
     given = _unwrap(model)
     model = _copy_model(given)
     card = _make_card(model, mean, std, size, classes, augment, preprocessing)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        images = find_images(model, card.size)
-        output = model(images)
+    with torch.random.fork_rng(devices=[]):
+        images, output = _probe(model, card.size)
     outputs = pick_logits(output).shape[1]
     if classes and outputs != len(card.classes):
         raise ValueError(f"`classes` must name the model's {outputs} outputs, got {len(card.classes)} names.")
@@ -125,7 +125,7 @@ def split(
     card = _make_card(model, mean, std, size, classes, augment, preprocessing)
     with torch.random.fork_rng(devices=[]):
         try:
-            images = find_images(model, card.size)
+            images, _ = _probe(model, card.size)
         except ValueError:
             if at is None or card.size is not None:
                 raise
@@ -172,10 +172,55 @@ def _copy_model(model: nn.Module) -> nn.Module:
         raise ValueError("`model` must have values, its parameters are on the meta device: load them first.")
     if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
         raise ValueError("`model` must have float32 parameters, got float64: pass model.float().")
+    if any(parameter.is_complex() for parameter in model.parameters()):
+        raise ValueError("`model` must have real parameters, got complex ones: store torch.view_as_real of them.")
     copied = copy.deepcopy(model)
     for module in copied.modules():  # not .eval(): models may override it
         module.training = False
+        for name, parameter in list(module._parameters.items()):
+            # Indices do not learn. Subclasses, as those of quantized layers, have code that expects them.
+            if type(parameter) is nn.Parameter and not parameter.is_floating_point():
+                del module._parameters[name]
+                module.register_buffer(name, parameter.detach())
     return copied
+
+
+@torch.no_grad()
+def _probe(model: nn.Module, size: int | None) -> tuple[Tensor, Any]:
+    """Return images that a model accepts and its output, and restore buffers that every forward pass changes.
+
+    Buffers that only the first pass changes are caches and stay filled.
+    """
+    before = _copy_buffers(model)
+    images = find_images(model, size)
+    first = _copy_buffers(model)
+    output = model(images)
+    _restore(model, before, first)
+    return images, output
+
+
+@contextlib.contextmanager
+def _restored(*modules: nn.Module) -> Iterator[None]:
+    """Restore the buffers of modules at the end."""
+    stored = [_copy_buffers(module) for module in modules]
+    try:
+        yield
+    finally:
+        for module, old in zip(modules, stored, strict=True):
+            _restore(module, old, old)
+
+
+def _copy_buffers(module: nn.Module) -> dict[str, Tensor]:
+    comparable = (pair for pair in module.named_buffers() if pair[1].layout is torch.strided)
+    return {name: buffer.detach().clone() for name, buffer in comparable}
+
+
+def _restore(module: nn.Module, old: Mapping[str, Tensor], since: Mapping[str, Tensor]) -> None:
+    """Set the buffers that have changed since a copy to their old values."""
+    for name, buffer in list(module.named_buffers()):
+        if name in old and not (buffer.dtype == since[name].dtype and buffer.equal(since[name])):
+            owner, _, last = name.rpartition(".")
+            module.get_submodule(owner)._buffers[last] = old[name]
 
 
 def _make_card(
@@ -193,8 +238,9 @@ def _make_card(
     if is_unknown and "normalisation" not in _warned:
         _warned.add("normalisation")
         log.warning(
-            "the model's normalisation is unknown, so none is applied; if it has one, give it: "
-            "mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), or preprocessing=weights.transforms()"
+            "the model's normalisation is unknown, so none is applied; if it has one, pass it to tt.wrap or tt.split "
+            "(with -m FILE.py:FUNCTION, let FUNCTION return tt.wrap(model, …)): mean=(0.485, 0.456, 0.406), "
+            "std=(0.229, 0.224, 0.225), or preprocessing=weights.transforms()"
         )
     if size is not None:
         check_integer("size", size, LARGEST_SIZE)
@@ -273,7 +319,7 @@ def _compare(model: nn.Module, encoder: nn.Module, classifier: nn.Module, images
     """
     features = images
     for grad, batch in ((True, images[:1]), (False, images)):
-        with torch.set_grad_enabled(grad):
+        with torch.set_grad_enabled(grad), _restored(model, encoder, classifier):
             expected = run(model, batch).detach()
             try:
                 features = encoder(batch)
@@ -301,6 +347,8 @@ def _make_branch(parts: _Parts, outputs: int, kind: Kind | None, seed: int) -> n
     if kind != "head":
         branch = copy_classifier(parts.classifier, outputs, parts.features, seed)
         if branch is not None:
+            stored = _copy_buffers(parts.classifier)
+            _restore(branch, stored, stored)
             return branch
         if kind == "copy":
             raise ValueError(f'There is no last layer after {parts.at!r} to replace; branch="head" needs none.')
