@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from testtime.storage import FolderError, atomic_file, hold_folder, write_atomic
+from testtime.storage import FileError, FolderError, atomic_file, find_files, hold_folder, write_atomic
 
 
 def test_a_file_appears_with_its_content_and_nothing_else(tmp_path: Path) -> None:
@@ -111,3 +111,21 @@ def test_a_shared_folder_is_held_by_several_and_by_nobody_alone(tmp_path: Path) 
         pass
     with hold_folder(tmp_path), pytest.raises(FolderError), hold_folder(tmp_path, shared=True):
         pass
+
+
+def test_files_are_found_in_folders_in_order_and_without_hidden_ones(tmp_path: Path) -> None:
+    for name in ("b.png", "a.JPG", "c.txt", "._a.png"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "d.png").mkdir()
+    given = [tmp_path, tmp_path / "c.txt", tmp_path / "._a.png", tmp_path / "none"]
+    found = find_files(given, (".png", ".jpg"), "images")
+    assert found == [tmp_path / name for name in ("a.JPG", "b.png", "c.txt", "._a.png", "none")]
+
+
+def test_a_folder_of_folders_is_refused_with_their_names(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"contains no images$"):
+        find_files([tmp_path], (".png",), "images")
+    for name in ("ship", "cat", ".hidden"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(FileError, match=r"only folders \(cat, ship\)"):
+        find_files([tmp_path], (".png",), "images")

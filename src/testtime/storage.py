@@ -15,7 +15,7 @@ import re
 import stat
 import tempfile
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 
 PathLike = str | os.PathLike[str]
+
+_SHOWN = 20  # folders that an error lists
 
 
 class FileError(ValueError):
@@ -83,6 +85,36 @@ def check_file(path: PathLike) -> None:
         raise FileError(path, "not a regular file")
     if status.st_size == 0:
         raise FileError(path, "an empty file")
+
+
+def find_files(paths: Iterable[PathLike], suffixes: Container[str], kind: str) -> list[Path]:
+    """Return the given files, and those with certain endings directly inside given folders.
+
+    Args:
+        paths: Files, which need not exist, and folders, whose files are sorted by name; hidden ones are left out.
+        suffixes: The endings, in lower case.
+        kind: What the files are, for the error.
+
+    Raises:
+        FileError: A folder cannot be read, or has no such file.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            found.append(path)
+            continue
+        try:
+            entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+            inside = [file for file in entries if file.suffix.lower() in suffixes and file.is_file()]
+            folders = [entry.name for entry in entries if entry.is_dir()]
+        except OSError as error:
+            raise FileError(path, f"cannot be read ({error_text(error)})") from None
+        if not inside:
+            more = ", …" if len(folders) > _SHOWN else ""
+            names = f", only folders ({', '.join(folders[:_SHOWN])}{more}): name them" if folders else ""
+            raise FileError(path, f"contains no {kind}{names}")
+        found += inside
+    return found
 
 
 def error_text(error: BaseException) -> str:

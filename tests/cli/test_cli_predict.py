@@ -18,7 +18,6 @@ from testtime.data import DataError
 from testtime.evaluation.predict_files import (
     Answer,
     default_network,
-    find_pictures,
     format_answer,
     format_points,
     hash_content,
@@ -140,24 +139,6 @@ def test_a_picture_that_cannot_be_read_costs_the_others_nothing(
     assert [str(one) for one in faults] == [fault]
     with pytest.raises(DataError, match=r"bad\.png"):
         list(predict(adapter, net.card, files, together))
-
-
-def test_hidden_files_and_folders_that_end_like_pictures_are_skipped(tmp_path: Path) -> None:
-    for name in ("._a.png", "b.JPG", "a.png", "c.txt"):
-        (tmp_path / name).write_bytes(b"x")
-    (tmp_path / "d.png").mkdir()
-    assert find_pictures([tmp_path]) == [tmp_path / "a.png", tmp_path / "b.JPG"]
-    assert find_pictures([tmp_path / "._a.png"]) == [tmp_path / "._a.png"]  # named
-
-
-def test_a_folder_of_folders_is_refused_with_their_names(tmp_path: Path) -> None:
-    for name in ("ship", "cat", ".hidden"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-    with pytest.raises(DataError, match=r"only folders \(cat, ship\)"):
-        find_pictures([tmp_path / "photos"])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"contains no images$"):
-        find_pictures([tmp_path / "empty"])
 
 
 def test_a_picture_that_does_not_exist_is_reported_and_left_out(run: Run, network: Path, pictures: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import testtime as tt
 from serving import TOKEN, as_picture, image, make_online, open_client
 from testtime import cli
-from testtime.serve.client import encode_images, find_files
+from testtime.serve.client import encode_images
 
 
 @pytest.fixture
@@ -97,28 +97,6 @@ def test_a_service_that_is_not_there_is_an_error_after_some_attempts(monkeypatch
 def test_addresses_that_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="`url` must be like"):
         tt.Client(url)
-
-
-def test_files_and_folders_are_found_in_order(tmp_path: Path) -> None:
-    for name in ("b.png", "a.JPG", "c.txt"):
-        (tmp_path / name).write_bytes(b"x")
-    assert find_files([tmp_path, tmp_path / "c.txt"]) == [tmp_path / name for name in ("a.JPG", "b.png", "c.txt")]
-    assert find_files([tmp_path / "none"]) == [tmp_path / "none"]
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(tt.FileError, match=r"contains no PNG, JPEG or WebP files$"):
-        find_files([tmp_path / "empty"])
-    for name in ("ship", "cat", ".hidden"):
-        (tmp_path / "empty" / name).mkdir()
-    with pytest.raises(tt.FileError, match=r"only folders \(cat, ship\)"):
-        find_files([tmp_path / "empty"])
-
-
-def test_hidden_files_and_folders_that_end_like_pictures_are_skipped(tmp_path: Path) -> None:
-    for name in ("._a.png", "a.png", ".b.webp"):
-        (tmp_path / name).write_bytes(b"x")
-    (tmp_path / "c.png").mkdir()
-    assert find_files([tmp_path]) == [tmp_path / "a.png"]
-    assert find_files([tmp_path / "._a.png"]) == [tmp_path / "._a.png"]  # named
 
 
 def test_a_file_that_is_no_picture_is_named(tmp_path: Path) -> None:

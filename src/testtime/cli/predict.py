@@ -86,14 +86,16 @@ def predict(
     import torch
 
     from testtime.adaptation.methods import find_method
+    from testtime.data.pictures import SUFFIXES
     from testtime.evaluation import predict_files
     from testtime.kernels import tuning
+    from testtime.storage import find_files
 
     with as_bad_arguments():
         chosen = find_method(method or "ttt")
     picked = pick_device(device)
     online = online or (method is not None and chosen.mode == "online")
-    pictures = predict_files.find_pictures(images)
+    pictures = find_files(images, SUFFIXES, "images")
     name, net = open_network(checkpoint, weights, classes, chosen.needs_branch, picked, silent=not as_json)
     batched = "batch" in chosen.needs
     together = _TOGETHER if batched or (tuning(torch.device(picked)).waits and not online) else 1

@@ -274,13 +274,13 @@ def send(url: Url, images: Images, stream: StreamName, token_file: TokenFile = N
     """
     import json
 
-    from testtime.serve.client import Client, PictureError, find_files
-    from testtime.storage import FileError
+    from testtime.serve.client import SUFFIXES, Client, PictureError
+    from testtime.storage import FileError, find_files
 
     token = _read_token(token_file)
     with as_bad_arguments():
         target = Client(url, token).stream(stream)
-    files, faults = find_files(images), 0
+    files, faults = find_files(images, SUFFIXES, "PNG, JPEG or WebP files"), 0
     with progress("images") as report:
         for done, file in enumerate(files):
             report(done, len(files), "")

@@ -16,17 +16,17 @@ from testtime.adaptation.objectives import SelfSupervision
 from testtime.adaptation.prediction import Prediction
 from testtime.checks import is_number
 from testtime.data.held_out import find_source
-from testtime.data.pictures import SUFFIXES, fit_picture, to_gray
+from testtime.data.pictures import fit_picture, to_gray
 from testtime.data.sets import DataError
 from testtime.evaluation.method_specs import MethodSpec
 from testtime.evaluation.recommended import find_recommended
 from testtime.networks import checkpoint
 from testtime.networks.card import Card, CheckpointError
 from testtime.networks.ynet import YNet
-from testtime.storage import error_text, printable
+from testtime.storage import printable
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_SHOWN = 20  # classes, or folders, that are listed
+_SHOWN = 20  # classes that are listed
 
 
 @dataclass(frozen=True)
@@ -74,31 +74,6 @@ def default_network() -> str:
         remedy = "train one (testtime train --data digits --out RUN) and pass its file (RUN/network.safetensors)"
         raise CheckpointError(checkpoint.WEIGHTS, "no trained network is bundled with this version", remedy)
     return "cifar10-resnet26-gn-joint" if "cifar10-resnet26-gn-joint" in names else names[0]
-
-
-def find_pictures(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the given files, and the images directly inside given folders, sorted by name, except hidden ones.
-
-    Raises:
-        DataError: A folder contains no images.
-    """
-    found: list[Path] = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            try:
-                entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-                inside = [file for file in entries if file.suffix.lower() in SUFFIXES and file.is_file()]
-                folders = [entry.name for entry in entries if entry.is_dir()]
-            except OSError as error:
-                raise DataError(path, f"cannot be read ({error_text(error)})") from None
-            if not inside:
-                more = ", …" if len(folders) > _SHOWN else ""
-                names = f", only folders ({', '.join(folders[:_SHOWN])}{more}): name them" if folders else ""
-                raise DataError(path, f"contains no images{names}")
-            found += inside
-        else:
-            found.append(path)  # reading it reports what is missing
-    return found
 
 
 def load_image(card: Card, picture: str | Path, channels: int | None = None) -> Tensor:

@@ -31,7 +31,6 @@ _AGAIN = (429, 502, 503, 504)
 _UNUSABLE = (400, 413, 415)  # bodies that are unreadable, too large or of another type
 _UNSAVED = 256  # requests held to be sent again
 _ARRAY = "application/x-npy"
-_SHOWN = 20  # folders that are listed
 
 
 class ServiceError(Exception):
@@ -310,28 +309,6 @@ class ClientStream:
                 {"Content-Type": self._unsaved[number][0]},
             )
         return parse_answers(self._client.call("POST", path, body, {"Content-Type": kind}))
-
-
-def find_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the given files, and the pictures directly inside given folders, sorted by name, except hidden ones.
-
-    Raises:
-        FileError: A folder has no pictures.
-    """
-    found: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-            inside = [file for file in entries if file.suffix.lower() in SUFFIXES and file.is_file()]
-            folders = [entry.name for entry in entries if entry.is_dir()]
-            if not inside:
-                more = ", …" if len(folders) > _SHOWN else ""
-                names = f", only folders ({', '.join(folders[:_SHOWN])}{more}): name them" if folders else ""
-                raise FileError(path, f"contains no PNG, JPEG or WebP files{names}")
-            found += inside
-        else:
-            found.append(path)  # reading it reports what is missing
-    return found
 
 
 def encode_images(images: Sequence[Any]) -> tuple[str, bytes]:
