@@ -189,6 +189,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 EXTREME: tuple[dict[str, Any], ...] = (
     *({"copies": value} for value in (30_000_000, 10**30, -1, "8")),
     *({"steps": value} for value in (10**9, 10**30, -1, 1.5)),
+    *({"constants": value} for value in ({"memory": 10**9}, {"memory": "8"}, 3)),
     {"augment": {"name": "resized-crop-flip", "size": 6000}},
 )
 NETWORKS: dict[str, Damage] = {

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from testtime import augment as augmentations
-from testtime.checks import format_value, is_integer, is_table, is_table_of
+from testtime.checks import format_value, is_integer, is_number, is_table, is_table_of
 from testtime.storage import FileError
 
 KEY, FORMAT = "testtime", 1
@@ -37,6 +37,7 @@ _DEEPEST = 50
 _AUGMENTATIONS = ("crop-flip", "resized-crop-flip")
 _LARGEST_VIEW = 4_096  # of images of unknown size
 _MOST = {"copies": 4_096, "steps": 1_000}  # recommended
+_LARGEST_CONSTANT = 4_096  # such as the images that a method stores
 
 
 class CheckpointError(FileError):
@@ -254,6 +255,11 @@ def _check_settings(settings: Mapping[str, Any], size: int | None) -> None:
         if name in settings and not is_integer(settings[name], 0, most):
             value = format_value(settings[name])
             raise ValueError(f"`settings` must have `{name}` as an integer from 0 to {most:,}, got {value}.")
+    constants = settings.get("constants", {})
+    if not is_table_of(is_number)(constants) or any(abs(value) > _LARGEST_CONSTANT for value in constants.values()):
+        raise ValueError(
+            f"`settings` must have `constants` of at most {_LARGEST_CONSTANT:,}, got {format_value(constants)}."
+        )
     if is_table(settings.get("augment")):
         _check_augment(settings["augment"], size)
 
