@@ -128,3 +128,37 @@ def test_a_shared_part_casts_what_is_floating_point_only() -> None:
     cast = PlainPart(copy.deepcopy(model), torch.bfloat16).inner
     assert cast.get_parameter("head.weight").dtype == torch.bfloat16
     assert cast.get_buffer("filter").dtype == torch.complex64
+
+
+class Placed(nn.Module):
+    """Adds a table of positions and filters by a buffer; counts its calls."""
+
+    positions: Tensor
+    filters: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Linear(8, 10)
+        self.register_buffer("positions", torch.randn(8, 14, 14))
+        self.register_buffer("filters", torch.randn(8, 1, 3, 3))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not torch._C._functorch.maybe_current_level():
+            self.calls += 1
+        x = self.norm(self.conv(images)) + self.positions
+        return self.head(nn.functional.conv2d(x, self.filters, groups=8).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_buffers_are_computed_with_in_lower_precision_and_stay_in_full(count: int) -> None:
+    torch.manual_seed(0)
+    net, images = wrap(Placed().eval(), mean=(0.0,), std=(1.0,), size=16), pictures(2)
+    replicas = Replicas(net, count, ("encoder",), images, torch.bfloat16)
+    before = {key: tensor.clone() for key, tensor in replicas.tensors.items()}
+    found = replicas(images.expand(count, *images.shape))
+    assert torch.allclose(found.float(), net(images).expand(count, -1, -1), atol=0.05)
+    for key, tensor in replicas.tensors.items():
+        change = 1.0 if count == 1 and key.endswith("calls") else 0.0
+        assert torch.equal(tensor, before[key] + change), key

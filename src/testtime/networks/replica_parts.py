@@ -89,13 +89,13 @@ class DirectPart(nn.Module):
         )
         self.inner = _stack_tensors(module, 1)
         self._parameters_of: list[tuple[dict[str, Any], str, Tensor, bool]] = []
-        self._buffers_of: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._buffers_of: list[tuple[dict[str, Any], str, Tensor, bool]] = []
         for layer in module.modules():
             casts = not isinstance(layer, nn.modules.batchnorm._BatchNorm)  # which always computes in float32
             given = ((name, tensor) for name, tensor in layer._parameters.items() if tensor is not None)
             self._parameters_of += [(layer._parameters, name, tensor, casts) for name, tensor in given]
             held = ((name, tensor) for name, tensor in layer._buffers.items() if tensor is not None)
-            self._buffers_of += [(layer._buffers, name, tensor) for name, tensor in held]
+            self._buffers_of += [(layer._buffers, name, tensor, casts) for name, tensor in held]
             if isinstance(layer, nn.GroupNorm):
                 layer.register_forward_pre_hook(_make_contiguous)
         self._caching = _find_caching(module)
@@ -104,7 +104,7 @@ class DirectPart(nn.Module):
         _clear_caches(self._caching)
         casts = (casts for *_, casts in self._parameters_of)
         given = [_cast(row, x.dtype) if cast else row for row, cast in zip(self.list_rows(), casts, strict=True)]
-        with self.bind(given):
+        with self.bind(given, x.dtype):
             return self.run(x.squeeze(0)).unsqueeze(0)  # (1, B, ...) → (B, ...) → (1, B, ...)
 
     def list_rows(self) -> list[Tensor]:
@@ -118,20 +118,30 @@ class DirectPart(nn.Module):
         return self.inner(batch)
 
     @contextlib.contextmanager
-    def bind(self, given: Sequence[Tensor]) -> Iterator[None]:
-        """Let the layers use these tensors as parameters, and rows of the stacked buffers, which they may change."""
-        rows = [(tensors, name, stacked, stacked.squeeze(0)) for tensors, name, stacked in self._buffers_of]
+    def bind(self, given: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Iterator[None]:
+        """Let the layers use these tensors as parameters, and rows of the stacked buffers, which they may change.
+
+        Args:
+            given: The parameters.
+            dtype: Of the images; buffers in float32 get it, too.
+        """
+        rows = []
+        for tensors, name, stacked, casts in self._buffers_of:
+            row = stacked.squeeze(0)
+            used = row.to(dtype) if casts and row.dtype == torch.float32 else row
+            rows.append((tensors, name, stacked, row, used, used._version))
         try:
             for (tensors, name, _, _), row in zip(self._parameters_of, given, strict=True):
                 tensors[name] = row
-            for tensors, name, _, row in rows:
-                tensors[name] = row
+            for tensors, name, _, _, used, _ in rows:
+                tensors[name] = used
             yield
-            for tensors, name, _, row in rows:
-                if tensors[name] is not row:  # assigned by the module
+            for tensors, name, _, row, used, version in rows:
+                # Assigned by the module, or a copy that it changed.
+                if tensors[name] is not row and (tensors[name] is not used or used._version != version):
                     row.copy_(tensors[name])
         finally:
-            for tensors, name, stacked, _ in [*self._parameters_of, *rows]:
+            for tensors, name, stacked, *_ in [*self._parameters_of, *rows]:
                 tensors[name] = stacked
 
 
@@ -193,6 +203,9 @@ class MappedPart(nn.Module):
             is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # always computes in float32
             for name, tensor in module.named_parameters(recurse=False):
                 state[f"{owner}.{name}" if owner else name] = tensor if is_norm else _cast(tensor, x.dtype)
+            for name, tensor in module.named_buffers(recurse=False):
+                if tensor.dtype == torch.float32 and not is_norm:
+                    state[f"{owner}.{name}" if owner else name] = tensor.to(x.dtype)
 
         def one(tensors: dict[str, Tensor], batch: Tensor) -> Tensor:
             return functional_call(self.template[0], tensors, batch)
