@@ -112,6 +112,13 @@ def test_conversion_and_judgement_against_the_naive_way(root: Path) -> None:
             assert bool(right[row]) == (expected in [VID[label][0] for label in found])
 
 
+def test_a_softmax_of_the_scores_is_proportional_to_the_converted_probabilities(root: Path) -> None:
+    test_set, logits = vid.load(root, size=32), torch.randn(5, 11) * 3
+    assert isinstance(test_set, vid.VidSet)
+    chances = max_convert(logits, test_set.groups)
+    torch.testing.assert_close(test_set.scores(logits).softmax(1), chances / chances.sum(1, keepdim=True))
+
+
 def test_frames_are_the_anchors(root: Path) -> None:
     test_set = vid.load(root, size=32)
     assert test_set.files == [frame(name) for name in ANCHORS]

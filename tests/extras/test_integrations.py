@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import testtime as tt
@@ -180,11 +181,16 @@ def test_a_stream_in_tensorboard(net: tt.YNet, shifted: tt.data.TestSet, tmp_pat
 
 
 def test_a_run_in_tensorboard(tmp_path: Path) -> None:
-    plan = make_plan(networks={"joint": "digits-resnet8-gn-joint"}, data="digits", methods="fixed", limit=40)
+    for folder in ("labelled/cat", "bare"):
+        (tmp_path / folder).mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / folder / "1.png")
+    data = [f"{tmp_path / name}" for name in ("labelled", "bare")]
+    plan = make_plan(networks={"joint": "cifar10-resnet26-gn-joint"}, data=data, methods="fixed")
     run = run_plan(plan, tmp_path / "run")
     assert write_run(tmp_path / "run", tmp_path / "board") == 1
-    (right,) = (unit.verdicts().right for unit in run.units)
-    assert read_scalars(tmp_path / "board/run/fixed-0") == {"error/digits": [(40, pytest.approx(1 - right.mean()))]}
+    right = next(unit.verdicts().right for unit in run.units if unit.set_name == "folder/labelled")
+    scalars = read_scalars(tmp_path / "board/run/fixed-0")
+    assert scalars == {"error/folder/labelled": [(1, pytest.approx(1 - right.mean()))]}
 
 
 def test_the_hubs_folder_is_a_checkpoint_too(net: tt.YNet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

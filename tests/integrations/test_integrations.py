@@ -59,6 +59,13 @@ class Errors:
         return self.wrong / self.images
 
 
+def test_metrics_need_labels() -> None:
+    net, images = tt.load("digits-resnet8-gn-joint"), tt.data.open("digits").images(range(4))
+    for batch in (images, (images,), (images, None)):
+        with pytest.raises(ValueError, match="no labels"):
+            measure(tt.Fixed(net), [batch], Errors())  # type: ignore
+
+
 @pytest.mark.parametrize("kind", ["set", "batches"])
 def test_metrics_before_and_after_are_those_of_the_records(kind: str) -> None:
     net, shifted = tt.load("digits-resnet8-gn-joint"), tt.data.open("digits-c/contrast/5", scale="imagenet")

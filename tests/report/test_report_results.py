@@ -129,7 +129,7 @@ def test_shifts_of_ones_own_stand_in_one_table(tmp_path: Path) -> None:
 
 
 def test_the_seven_classes_have_a_table_of_their_own(tmp_path: Path) -> None:
-    labels = np.array([0, 0, 5, 5, 5, 5])  # two airplanes, four dogs
+    labels = np.array([0, 0, 3, 3, 3, 3])  # two airplanes, four dogs
     right = [True, False, True, True, True, False]
     run = make_run(tmp_path / "run", {("fixed", "vid-cifar7", 0): make_columns(right, labels=labels)})
     whole, classes = collect([run]).tables
@@ -138,6 +138,22 @@ def test_the_seven_classes_have_a_table_of_their_own(tmp_path: Path) -> None:
     assert classes.columns == ("airplane", "dog", "average")
     assert [classes.rows["fixed"][name].error for name in classes.columns] == pytest.approx([50, 25, 100 / 3])
     assert classes.paper_value("fixed", "dog", "accuracy") == 15.5
+
+
+def test_the_mean_of_few_errors_has_the_interval_of_wilson(tmp_path: Path) -> None:
+    units = {("fixed", f"digits-c/{name}/5", 0): make_columns(20 * [True]) for name in ("fog", "snow")}
+    cells = collect([make_run(tmp_path / "run", units)]).tables[0].rows["fixed"]
+    assert cells[MEAN].interval == cells["fog"].interval
+    assert cells[MEAN].interval.high > 10
+
+
+def test_columns_that_no_method_of_the_table_has_are_left_out(tmp_path: Path) -> None:
+    """`plain` was run on another level only, and alone on the original set."""
+    names = ("fog", "snow")
+    one = make_run(tmp_path / "one", {("fixed", f"digits-c/{name}/5", 0): make_columns([True]) for name in names})
+    other = {("plain", name, 0): make_columns([True]) for name in ("digits", "digits-c/fog/3", "digits-c/snow/3")}
+    tables = collect([one, make_run(tmp_path / "other", other)]).tables
+    assert [table.columns for table in tables] == [("snow", "fog", MEAN), ("original", "snow", "fog", MEAN)]
 
 
 def test_batch_normalization_is_compared_with_its_own_table(tmp_path: Path) -> None:

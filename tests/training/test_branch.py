@@ -450,9 +450,13 @@ def test_another_run_or_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_explodes_is_reported_and_the_checkpoint_remains(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"epoch 1 .*learning rate below"):
-        fit_branch(small_net(), IMAGES, **SHORT, lr=1e30, folder=tmp_path)
-    assert not (tmp_path / "checkpoint.safetensors").exists()
+    for joint in (False, True):
+        net = small_net()
+        before = weights(net)
+        with pytest.raises(TrainingError, match=r"epoch 1 .*learning rate below"):
+            fit_branch(net, IMAGES, **SHORT, lr=1e30, joint=joint, folder=tmp_path / f"{joint}")
+        assert not (tmp_path / f"{joint}/checkpoint.safetensors").exists()
+        assert_same(weights(net), before)
 
 
 def test_statistics_stay_with_the_weights_they_belong_to() -> None:

@@ -73,13 +73,13 @@ class VidSet(PictureSet):
     groups: tuple[tuple[int, ...], ...]
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Map ImageNet logits `(n, 1000)` to scores of the 30 classes `(n, 30)`, by `max_convert`."""
+        """Map ImageNet logits `(n, 1000)` to logarithms of the scores of the 30 classes `(n, 30)`, by `max_convert`."""
         highest = max(max(group) for group in self.groups)
         if logits.dim() != 2 or logits.shape[1] <= highest:
             raise ValueError(
                 f"`logits` must be (n, outputs) with more than {highest} outputs, got {tuple(logits.shape)}."
             )
-        return max_convert(logits, self.groups)
+        return max_convert(logits, self.groups).log()  # a softmax follows
 
 
 class Cifar7Set(PictureSet):

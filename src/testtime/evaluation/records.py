@@ -182,7 +182,7 @@ def _walk_batches(
     size = getattr(getattr(batches, "dataset", None), "__len__", lambda: 0)()
     for number, batch in enumerate(batches):
         left = None if limit is None else limit - count
-        images, labels = _read_batch(number, batch)
+        images, labels = read_batch(number, batch)
         images, labels = images[:left], None if labels is None else labels[:left]
         numbers = torch.arange(count, count + len(images), device="cpu")
         try:
@@ -199,7 +199,7 @@ def _walk_batches(
             return
 
 
-def _read_batch(number: int, batch: Any) -> tuple[Tensor, Tensor | None]:
+def read_batch(number: int, batch: Any) -> tuple[Tensor, Tensor | None]:
     """Return the images and labels of a batch.
 
     Raises:

@@ -60,7 +60,7 @@ def _write_block(writer: SummaryWriter, tag: str, block: list[Record], step: int
 
 
 def write_run(run: str | Path, folder: str | Path) -> int:
-    """Write the errors of a run of `testtime eval`: a TensorBoard run per method and seed, a scalar per test set.
+    """Write the errors of a run of `testtime eval`: a TensorBoard run per method and seed, a scalar per labelled set.
 
     Args:
         run: The run's folder, or a summary file.
@@ -77,7 +77,7 @@ def write_run(run: str | Path, folder: str | Path) -> int:
         for method, seed in sorted({(unit.method, unit.seed) for unit in one.units}):
             with SummaryWriter(str(Path(folder) / one.path.name / f"{method}-{seed}")) as writer:
                 for unit in one.units:
-                    if (unit.method, unit.seed) == (method, seed):
+                    if (unit.method, unit.seed) == (method, seed) and unit.about["counts"]["labelled"]:
                         right = unit.verdicts().right
                         writer.add_scalar(f"error/{unit.set_name}", 1 - float(np.mean(right)), len(right))
                         count += 1

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from testtime.adaptation.adapters import Adapter
 from testtime.data.sets import TestSet
+from testtime.evaluation.records import read_batch
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -73,6 +74,9 @@ def _read(test_set: TestSet | Iterable[tuple[Tensor, Tensor]], batch: int) -> It
             yield numbers, images, labels
         return
     count = 0
-    for images, labels in test_set:
+    for number, found in enumerate(test_set):
+        images, labels = read_batch(number, found)
+        if labels is None:
+            raise ValueError(f"Batch {number} has no labels, which metrics need.")
         yield torch.arange(count, count + len(images), device="cpu"), images, labels
         count += len(images)

@@ -285,7 +285,8 @@ def _measure(
         here = {column: verdicts[method, name] for column, name in keys.items() if (method, name) in verdicts}
         base = {column: verdicts[BASELINE, name] for column, name in keys.items() if (BASELINE, name) in verdicts}
         rows[method] = _measure_row(here, {} if method == BASELINE else base, shifts if with_mean else [], seed)
-    columns = (*keys, MEAN) if with_mean else tuple(keys)
+    columns = [column for column in keys if any(column in row for row in rows.values())]
+    columns = (*columns, MEAN) if with_mean else tuple(columns)
     return Table(title, family, level, columns, _correct(rows), paper)
 
 
@@ -306,7 +307,7 @@ def _measure_row(
         errors = 100 * (1 - found.right.mean(1))
         cell = Cell(
             float(errors.mean()),
-            _find_interval(found, drawn[column]),
+            _find_interval(found.share, drawn[column]),
             spread(errors.tolist()),
             len(found.samples),
             len(found.right),
@@ -322,15 +323,17 @@ def _measure_row(
             float(np.mean([100 * (1 - here[column].right[index].mean()) for column in averaged]))
             for index in range(repetitions)
         ]
+        together = len({here[column].samples.tobytes() for column in averaged}) == 1
+        shares = [here[column].share for column in averaged]
+        share = np.mean(shares, axis=0) if together else np.concatenate(shares)
         cell = Cell(
             float(np.mean([part.error for part in parts])),
-            interval_of(np.mean([drawn[column] for column in averaged], axis=0)),
+            _find_interval(share, np.mean([drawn[column] for column in averaged], axis=0)),
             spread(errors) if len({part.repetitions for part in parts}) == 1 else None,
             sum(part.images for part in parts),
             repetitions,
         )
         if all(column in gains for column in averaged):
-            together = len({here[column].samples.tobytes() for column in averaged}) == 1
             stacked = [gains[column] for column in averaged]
             # One image under all corruptions is one observation, not fifteen.
             cell = _compare(cell, np.sum(stacked, axis=0) if together else np.concatenate(stacked))
@@ -338,12 +341,17 @@ def _measure_row(
     return cells
 
 
-def _find_interval(found: SetVerdicts, drawn: np.ndarray) -> Interval:
-    """Return the interval of an error in percent: Wilson's where few are wrong or right and a bootstrap misleads."""
-    wrong = float((1 - found.share).sum())
-    if min(wrong, len(found.samples) - wrong) >= FEW:
+def _find_interval(share: np.ndarray, drawn: np.ndarray) -> Interval:
+    """Return the interval of an error in percent: Wilson's where few are wrong or right and a bootstrap misleads.
+
+    Args:
+        share: How often each image is right, `(N,)`.
+        drawn: Errors of bootstrap samples, in percent.
+    """
+    wrong = float((1 - share).sum())
+    if min(wrong, len(share) - wrong) >= FEW:
         return interval_of(drawn)
-    low, high = wilson(wrong, len(found.samples))
+    low, high = wilson(wrong, len(share))
     return Interval(100 * low, 100 * high)
 
 
@@ -366,13 +374,11 @@ def _by_class(
     sources: RunUnits, verdicts: Mapping[tuple[str, str], SetVerdicts], norm: str, seed: int
 ) -> Iterator[Table]:
     """Yield the paper's table of the seven classes shared by VID-Robust and CIFAR-10."""
-    from testtime.data.cifar import CLASSES
-
     name = "vid-cifar7"
     found = {method: verdicts[method, name] for method, key in sources if key == name}
     if not found:
         return
-    numbers = {title: CLASSES.index(cifar) for title, (_, cifar) in CIFAR7.items()}
+    numbers = {title: number for number, title in enumerate(CIFAR7)}  # as the set's labels
     parts: dict[tuple[str, str], SetVerdicts] = {(method, "average"): one for method, one in found.items()}
     for title, number in numbers.items():
         for method, one in found.items():

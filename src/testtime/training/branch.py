@@ -120,7 +120,7 @@ def _fit(
     measured = None if held_out is None else Pool("hold_out", held_out, None, device)
     if measured is not None and measured.shape != source.shape:
         raise ValueError(f"`hold_out` images must have shape {source.shape}, got {measured.shape}.")
-    branch = net.ssl
+    branch, state = net.ssl, {name: tensor.clone() for name, tensor in net.state_dict().items()}
     try:
         if net.ssl is None or recipe.start == "copy":
             _copy_classifier(net, source.example, recipe.seed)
@@ -135,6 +135,7 @@ def _fit(
         _train(training, configuration, folder, progress)
     except BaseException:  # such as a folder of another run
         net.ssl = branch
+        net.load_state_dict(state)
         raise
 
 
