@@ -113,6 +113,7 @@ def fit_calibration(
 
 
 def _choose_thresholds(traces: Sequence[Trace], momenta: Sequence[float], weights: np.ndarray) -> Calibration:
+    """Return the choice that learns least among those whose accuracy cannot be told from the highest."""
     drifts = torch.from_numpy(np.concatenate([trace.drift for trace in traces]))
     right = np.concatenate([trace.right for trace in traces], axis=1)
     shares = weights / weights.sum() / [len(trace.drift) for trace in traces]  # of an image of each stream
