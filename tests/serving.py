@@ -70,6 +70,16 @@ def open_engine(folder: Path, **given: Any) -> Iterator[tuple[Engine, Batcher]]:
         assert service.stop()
 
 
+def wait_for_expiry(engine: Engine, folder: Path) -> None:
+    """Wait until nothing of any stream is left, in memory or in the folder."""
+    for _ in range(300):
+        if not engine.residents.records:
+            break
+        threading.Event().wait(0.02)
+    assert not engine.residents.records
+    assert not list((folder / "streams").iterdir())
+
+
 def make_service(folder: Path, method: Method = METHOD, **given: Any) -> Service:
     settings = ServeSettings(folder, **{"slots": 4, "group": 1, "max_wait_ms": 0.0, "port": 0} | given)
     return Service(network(), method, settings, "small")

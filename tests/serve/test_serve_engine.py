@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from serving import METHOD, image, make_online, network, open_engine, submit
+from serving import METHOD, image, make_online, network, open_engine, submit, wait_for_expiry
 from testtime import METHODS, Fixed, Guard, Online, Streams, kernels
 from testtime.serve.batcher import Batcher
 from testtime.serve.refusal import Refusal
@@ -267,12 +267,7 @@ def test_what_fails_beside_learning_leaves_nothing_learned(tmp_path: Path, monke
 def test_unused_streams_expire(tmp_path: Path) -> None:
     with open_engine(tmp_path, ttl=0.2) as (engine, batcher):
         ask(batcher, "a", 0)
-        for _ in range(300):
-            if not engine.residents.records:
-                break
-            threading.Event().wait(0.02)
-        assert not engine.residents.records
-        assert not list((tmp_path / "streams").iterdir())
+        wait_for_expiry(engine, tmp_path)
         assert found(ask(batcher, "a", 3)) == expect([3])
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_serve_engine import ask, expect, found, run
 
-from serving import METHOD, image, make_service, open_client, open_engine, send
+from serving import METHOD, image, make_service, open_client, open_engine, send, wait_for_expiry
 from testtime import Method
 from testtime.serve import folder as folders
 from testtime.serve.folder import StateFolder
@@ -197,12 +197,7 @@ def test_an_expired_stream_that_cannot_be_deleted_is_tried_again(
         assert list(engine.residents.records) == ["a"]
         assert [record.name for record in caplog.records].count("testtime.serve.batcher") == 1
         read_only.clear()
-        for _ in range(300):
-            if not engine.residents.records:
-                break
-            threading.Event().wait(0.02)
-        assert not engine.residents.records
-        assert not list((tmp_path / "streams").iterdir())
+        wait_for_expiry(engine, tmp_path)
 
 
 def test_a_state_that_failed_and_waits_again_can_be_dropped(tmp_path: Path) -> None:

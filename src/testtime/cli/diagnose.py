@@ -17,7 +17,7 @@ from testtime.cli.console import (
     progress,
     report_skipped,
 )
-from testtime.cli.options import MODELS, Classes, DataRoot, Device, Json, OnBadImage, Weights, open_network
+from testtime.cli.options import CHECKPOINT, MODELS, Classes, DataRoot, Device, Json, OnBadImage, Weights, open_network
 
 _ASK = (
     "a diagnosis is of one network: pass yours, e.g. -c RUN/network.safetensors, or a bundled one, "
@@ -27,10 +27,7 @@ _ASK = (
 Network = Annotated[
     str | None,
     Option(
-        "--checkpoint",
-        "-c",
-        "--model",
-        "-m",
+        *CHECKPOINT,
         help=f"Network, required: a file, the name of a bundled one, or a model: {MODELS}.",
         show_default=False,
     ),

@@ -10,6 +10,7 @@ from typer import Option
 
 from testtime.cli.console import as_bad_arguments, echo, format_command, name_folder, pick_device, progress
 from testtime.cli.options import (
+    CHECKPOINT,
     MACHINE,
     METHOD,
     MODELS,
@@ -36,10 +37,7 @@ Out = Annotated[
 Joint = Annotated[
     str | None,
     Option(
-        "--checkpoint",
-        "-c",
-        "--model",
-        "-m",
+        *CHECKPOINT,
         help=f"Jointly trained network: a file, or the name of a bundled one. Or a model: {MODELS}.",
     ),
 ]

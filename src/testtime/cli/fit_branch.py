@@ -17,6 +17,7 @@ from testtime.cli.console import (
     report_skipped,
 )
 from testtime.cli.options import (
+    CHECKPOINT,
     MODELS,
     RECIPE,
     Cache,
@@ -33,10 +34,7 @@ from testtime.cli.options import (
 Network = Annotated[
     str,
     Option(
-        "--checkpoint",
-        "-c",
-        "--model",
-        "-m",
+        *CHECKPOINT,
         help=f"Network: a file, the name of a bundled one, or a model: {MODELS}.",
         show_default=False,
     ),

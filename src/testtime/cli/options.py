@@ -13,13 +13,11 @@ if TYPE_CHECKING:
 NETWORK, RECIPE, METHOD, MACHINE = "Network", "Recipe", "Method", "Machine"  # panels of the help
 
 MODELS = "timm:NAME, torchvision:NAME, transformers:FOLDER, or FILE.py:FUNCTION, which runs that file"
+CHECKPOINT = ("--checkpoint", "-c", "--model", "-m")
 Checkpoint = Annotated[
     str | None,
     Option(
-        "--checkpoint",
-        "-c",
-        "--model",
-        "-m",
+        *CHECKPOINT,
         help=f"Network: a file, the name of a bundled one, or a model: {MODELS}.",
         show_default="bundled",
     ),

@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from testtime.cli.console import as_bad_arguments, echo, format_command, name_folder, pick_device, progress
-from testtime.cli.options import METHOD, MODELS, Classes, DataRoot, Device, Jobs, Limit, Seeds, Weights
+from testtime.cli.options import CHECKPOINT, METHOD, MODELS, Classes, DataRoot, Device, Jobs, Limit, Seeds, Weights
 
 Out = Annotated[
     Path | None,
@@ -21,10 +21,7 @@ Out = Annotated[
 Network = Annotated[
     str,
     Option(
-        "--checkpoint",
-        "-c",
-        "--model",
-        "-m",
+        *CHECKPOINT,
         help=f"Network, trained with --hold-out. Or a model: {MODELS}.",
         show_default=False,
     ),

@@ -348,7 +348,7 @@ def _make_branch(parts: _Parts, outputs: int, kind: Kind | None, seed: int) -> n
         branch = copy_classifier(parts.classifier, outputs, parts.features, seed)
         if branch is not None:
             stored = _copy_buffers(parts.classifier)
-            _restore(branch, stored, stored)
+            _restore(branch, stored, stored)  # it was tried on random features
             return branch
         if kind == "copy":
             raise ValueError(f'There is no last layer after {parts.at!r} to replace; branch="head" needs none.')
