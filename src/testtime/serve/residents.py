@@ -162,14 +162,13 @@ class Residents:
         Raises:
             Refusal: Its files cannot be removed; the stream goes on.
         """
-        fence, unwritten = self._find_fence(stream), self.writer.find(stream)
+        fence = self._find_fence(stream)
         try:
             self.writer.delete(stream, fence)
         except OSError as error:
             if self.leases is not None and isinstance(error, TimeoutError):  # another process holds its lock
+                self.writer.drop(stream)
                 raise LeaseLost from None
-            if unwritten is not None:  # `Writer.delete` has dropped it
-                self.writer.put(unwritten)
             raise Refusal(503, f"The stream cannot be deleted ({error_text(error)}).", retry_after=10) from None
         self.forget(stream)
         if self.leases is not None:

@@ -95,10 +95,15 @@ class Writer:
 
         Raises:
             LeaseLost: The stream has another owner now, and only what is not written is removed.
+            OSError: Its files cannot be removed; what is not written will be.
         """
         with self._disk:
+            try:
+                self.folder.delete(stream, fence)
+            except LeaseLost:
+                self.drop(stream)
+                raise
             self.drop(stream)
-            self.folder.delete(stream, fence)
 
     def drop(self, stream: str) -> None:
         """Do not write what is not written yet of a stream."""
